@@ -1,0 +1,1 @@
+"""The values that flow through the harness: frozen, typed, free of torch."""

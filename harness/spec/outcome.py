@@ -1,0 +1,103 @@
+"""Outcome: what one run of one program observably did on every rank, free of torch, so that it can be stored and judged again."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+__all__ = ["CollectiveRecord", "ErrorRecord", "Flight", "Outcome", "RankOutcome", "TensorRecord"]
+
+
+class TensorRecord(Struct, frozen=True, omit_defaults=True):
+    """One tensor as it was found after the run.
+
+    Attributes:
+        dtype: by name.
+        shape, stride, offset: in elements.
+        storage: a number that is the same for tensors of one rank that share memory; inputs come first.
+        storage_bytes: the size of that whole storage.
+        digest: of the concrete values, row-major, every NaN alike (hexadecimal).
+        field_digest: of the field half, or None where there is none (memory was reinterpreted).
+        version: the version counter, less what it was before the run for inputs.
+        version_group: like ``storage``, but for version counters: tensors with the same number share one.
+        data: the raw row-major bytes, only when asked for.
+        field_data: the field half as row-major int64 bytes, only when asked for.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: int
+    storage_bytes: int
+    digest: str
+    field_digest: str | None = None
+    version: int = 0
+    version_group: int = 0
+    data: bytes | None = None
+    field_data: bytes | None = None
+
+
+class CollectiveRecord(Struct, frozen=True):
+    """One collective as one rank issued it.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``.
+        group: the name of the group.
+        reduce_op: ``sum``, ``avg``, ``max``, ``min``, ``product``, or None.
+        dtypes: one a tensor (several when coalesced).
+        num_bytes: the bytes of this rank's input.
+        node: the name of the node that issued it.
+    """
+
+    kind: str
+    group: str
+    reduce_op: str | None
+    dtypes: tuple[str, ...]
+    num_bytes: int
+    node: str
+
+
+class ErrorRecord(Struct, frozen=True):
+    """An exception that ended the run: its type's name, its message, and the node that raised it, where known."""
+
+    type: str
+    message: str
+    node: str | None = None
+
+
+class Flight(Struct, frozen=True):
+    """A collective's memory that was touched between its start and its wait.
+
+    Attributes:
+        collective: the node that started it.
+        node: the node that touched the memory (or ``output``).
+        access: ``read_output``, ``write_output``, ``write_input``.
+    """
+
+    collective: str
+    node: str
+    access: str
+
+
+class RankOutcome(Struct, frozen=True, omit_defaults=True):
+    """What one rank did: graph outputs, inputs afterwards, collectives in order of issue, touches in flight, an error."""
+
+    outputs: tuple[TensorRecord, ...] = ()
+    inputs: tuple[TensorRecord, ...] = ()
+    collectives: tuple[CollectiveRecord, ...] = ()
+    in_flight: tuple[Flight, ...] = ()
+    error: ErrorRecord | None = None
+
+
+class Outcome(Struct, frozen=True, omit_defaults=True):
+    """One trial on all ranks.
+
+    Attributes:
+        ranks: in rank order.
+        trial: which numbers the concrete half had: ``small`` (exact small integers) or ``normal`` (ordinary floats).
+        refused: why the executor declined, where it did (documented as unsupported); then ``ranks`` is empty.
+    """
+
+    ranks: tuple[RankOutcome, ...] = ()
+    trial: str = "normal"
+    refused: str | None = None
