@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-__all__ = ["CollectiveRecord", "ErrorRecord", "Flight", "Outcome", "RankOutcome", "TensorRecord"]
+__all__ = ["CollectiveRecord", "ErrorRecord", "Flight", "MetaFault", "Outcome", "RankOutcome", "TensorRecord"]
 
 
 class TensorRecord(Struct, frozen=True, omit_defaults=True):
@@ -79,13 +79,29 @@ class Flight(Struct, frozen=True):
     access: str
 
 
+class MetaFault(Struct, frozen=True):
+    """A node whose recorded metadata is not what executed.
+
+    Attributes:
+        node, target: which node, and its operator.
+        expected: what ``meta["val"]`` says, as ``float32[2, 3] stride (3, 1)``.
+        seen: what executed.
+    """
+
+    node: str
+    target: str
+    expected: str
+    seen: str
+
+
 class RankOutcome(Struct, frozen=True, omit_defaults=True):
-    """What one rank did: graph outputs, inputs afterwards, collectives in order of issue, touches in flight, an error."""
+    """What one rank did: graph outputs, inputs afterwards, collectives in order of issue, touches in flight, untrue metadata, an error."""
 
     outputs: tuple[TensorRecord, ...] = ()
     inputs: tuple[TensorRecord, ...] = ()
     collectives: tuple[CollectiveRecord, ...] = ()
     in_flight: tuple[Flight, ...] = ()
+    untrue: tuple[MetaFault, ...] = ()
     error: ErrorRecord | None = None
 
 

@@ -1,0 +1,255 @@
+"""The one line that decides what is right: ``check(program, subject)``.
+
+Program -> graphs -> Subject -> lockstep on both -> laws -> Verdict. Hunting, replaying, bisecting and the property tests all call
+this; nothing else judges.
+"""
+
+from __future__ import annotations
+
+import traceback
+import zlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple
+
+from torch.fx import GraphModule
+
+from harness.errors import Unsupported
+from harness.executors.algebra import Field, error_bound, trials_needed
+from harness.executors.inputs import TrialKind, draw_inputs, fresh
+from harness.executors.lockstep import Lockstep
+from harness.graph import build, collectives, fake_world
+from harness.ops import infer_program
+from harness.oracles import aliasing, equivalence, graphs, schedule
+from harness.oracles.evidence import Evidence, Law
+from harness.spec.outcome import Outcome
+from harness.spec.program import PerRank, Program
+from harness.spec.protocols import Clock, Subject
+from harness.spec.verdict import Reason, Signature, Verdict, normalise_message
+
+__all__ = ["BUCKETING_LAWS", "check", "signatures"]
+
+BUCKETING_LAWS: Final[Mapping[str, Law]] = {
+    "runs": equivalence.runs,
+    "equal_metadata": equivalence.equal_metadata,
+    "equal_outputs": equivalence.equal_outputs,
+    "equal_inputs": equivalence.equal_inputs,
+    "own_storage": aliasing.own_storage,
+    "same_aliasing": aliasing.same_aliasing,
+    "in_flight": schedule.in_flight,
+    "graph_valid": graphs.graph_valid,
+    "metadata_true": graphs.metadata_true,
+    "ranks_agree": schedule.ranks_agree,
+    "order_kept": schedule.order_kept,
+    "collectives_conserved": schedule.collectives_conserved,
+    "caps_respected": schedule.caps_respected,
+    "idempotent": graphs.idempotent,
+}
+"""The laws of the feature ``bucketing``; ``applies`` (the pass itself raises nothing) is judged before them."""
+
+_ORIGINAL_POISON: Final = 1
+_TRANSFORMED_POISON: Final = 2
+_OTHER_POISON: Final = 3
+
+
+class _NoClock:
+    def phase(self, name: str, /) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _Transformed(NamedTuple):
+    graphs: list[GraphModule]
+    num_fired: int
+    was_again: int | None
+    failure: Reason | None
+
+
+def check(
+    program: Program, subject: Subject, *, seed: int = 0, clock: Clock | None = None, laws: Mapping[str, Law] = BUCKETING_LAWS
+) -> Verdict:
+    """Judge what ``subject`` does to ``program``.
+
+    The subject is applied once for every rank, inside a fake world of that rank; both graphs run in lockstep with the same
+    inputs, as often as the error bound asks for. Laws that the subject promises make the verdict; the others become notes.
+
+    Args:
+        program: valid, see ``harness.ops.read_program``.
+        subject: with the setting to test.
+        seed: of the inputs and the field's keys; the same seed gives the same verdict.
+        clock: measures the phases ``build``, ``pass``, ``run`` and ``judge``.
+        laws: by name.
+
+    Returns:
+        FAIL with every promised law that broke (``applies`` and ``graph_valid`` end the check at once); INCONCLUSIVE where an operator is unsupported, the program itself does not run,
+        or the harness failed; else PASS, ``proved`` or ``tested``.
+    """
+    timer = clock or _NoClock()
+    try:
+        return _check(program, subject, seed, timer, laws)
+    except Unsupported as error:
+        return _inconclusive("unsupported", str(error))
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename.rsplit('/', 1)[-1]}:{place.lineno}"
+        return _inconclusive("harness_failed", f"the harness itself failed: {type(error).__name__}: {error} ({where})")
+
+
+def signatures(verdict: Verdict, subject: Subject) -> tuple[tuple[Reason, Signature], ...]:
+    """Each failing reason of ``verdict`` with what makes it the same fault as another."""
+    return tuple((reason, _signature(reason, subject)) for reason in verdict.reasons if reason.status == "FAIL")
+
+
+def _signature(reason: Reason, subject: Subject) -> Signature:
+    is_exception = reason.law in ("applies", "runs")
+    detail = normalise_message(reason.seen or "") if is_exception else ""
+    return Signature(subject.feature, subject.label, reason.law, reason.kind, detail)
+
+
+def _inconclusive(kind: str, message: str) -> Verdict:
+    return Verdict("INCONCLUSIVE", (Reason("judged", "INCONCLUSIVE", kind, message),))
+
+
+def _check(program: Program, subject: Subject, seed: int, timer: Clock, laws: Mapping[str, Law]) -> Verdict:
+    with timer.phase("build"):
+        metas = infer_program(program)
+        per_rank = [build(program, rank, metas) for rank in range(program.world_size)]
+        original = Lockstep(per_rank if _differs_by_rank(program) else per_rank[:1], program.groups, program.world_size)
+    promised = frozenset(laws) | {"applies"} if "*" in subject.promises else subject.promises
+    transformed = _transform(program, subject, per_rank, timer, "idempotent" in promised)
+    if transformed.failure is not None:
+        return Verdict("FAIL", (transformed.failure,), num_fired=transformed.num_fired)
+    unsound = graphs.graph_valid(Evidence(program, (), (), transformed.graphs)) if "graph_valid" in promised else []
+    if unsound:
+        return Verdict("FAIL", tuple(unsound), num_fired=transformed.num_fired)
+    with timer.phase("run"):
+        rewritten = Lockstep(transformed.graphs, program.groups, program.world_size)
+        dtypes = original.dtypes | rewritten.dtypes
+        narrow = len(dtypes) if original.narrows or rewritten.narrows else 0
+        degree, hashes = max(original.degree, rewritten.degree), original.num_hashes + rewritten.num_hashes
+        num_trials = trials_needed(degree, hashes, narrow)
+        runner = _Runner(program, original, rewritten, dtypes, seed)
+        before, after = runner.trials(num_trials, keep=False)
+    broken = next((r.error for r in before[0].ranks if r.error is not None), None)
+    if broken is not None:
+        return _inconclusive(broken.type.lower(), f"the program itself does not run: {broken.message}")
+    is_exact = narrow == 0 and not original.is_opaque and not rewritten.is_opaque
+    with timer.phase("judge"):
+        evidence = Evidence(
+            program,
+            before,
+            after,
+            transformed.graphs,
+            is_exact,
+            getattr(subject, "caps_bytes", None),
+            None,
+            transformed.was_again,
+        )
+        said = {name: law(evidence) for name, law in laws.items()}
+        if said.get("equal_outputs") or said.get("equal_inputs"):
+            evidence = runner.explained(evidence, num_trials)
+            said = {name: law(evidence) for name, law in laws.items()}
+        proved = is_exact and equivalence.is_proved(evidence)
+    reasons = tuple(r for name, found in said.items() if name in promised for r in found)
+    notes = tuple(r for name, found in said.items() if name not in promised for r in found)
+    return Verdict(
+        "FAIL" if reasons else "PASS",
+        reasons,
+        strength=None if reasons else "proved" if proved else "tested",
+        num_fired=transformed.num_fired,
+        notes=notes,
+        num_trials=num_trials,
+        error_bound=error_bound(degree, hashes, narrow) ** num_trials if proved else None,
+    )
+
+
+def _transform(program: Program, subject: Subject, per_rank: list[GraphModule], timer: Clock, twice: bool) -> _Transformed:
+    """Apply the subject on every rank; what it raises is a failure of the law ``applies``."""
+    results: list[GraphModule] = []
+    num_fired = 0
+    was_again: int | None = None
+    for rank, gm in enumerate(per_rank):
+        with fake_world(program.world_size, rank, program.groups):
+            try:
+                with timer.phase("pass"):
+                    applied = subject.apply(gm, rank)
+                results.append(applied.graph)
+                num_fired = max(num_fired, applied.num_fired)
+                if twice and rank == 0:
+                    was_again = _second_application(program, subject, applied.graph)
+            except Unsupported:
+                raise
+            except Exception as error:
+                return _Transformed(results, num_fired, None, _raised(error, rank))
+    return _Transformed(results, num_fired, was_again, None)
+
+
+def _second_application(program: Program, subject: Subject, gm: GraphModule) -> int:
+    """How many collectives another application, to a copy of the result, still changes."""
+    copy = GraphModule(gm, _copied(gm))
+    before = len(collectives(copy.graph))
+    applied = subject.apply(copy, 0)
+    return abs(before - len(collectives(applied.graph.graph)))
+
+
+def _copied(gm: GraphModule) -> Any:
+    from torch.fx import Graph
+
+    graph = Graph()
+    values: dict[Any, Any] = {}
+    output = graph.graph_copy(gm.graph, values)
+    graph.output(output)
+    return graph
+
+
+def _raised(error: Exception, rank: int) -> Reason:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{place.filename.rsplit('/', 1)[-1]} in {place.name}"
+    text = str(error)
+    first = text.strip().splitlines()[0] if text.strip() else "(no message)"
+    message = f"the pass raises {type(error).__name__} on rank {rank}, in {where}: {first}"
+    return Reason("applies", "FAIL", type(error).__name__, message, rank=rank, node=where, expected="no error", seen=text or where)
+
+
+def _differs_by_rank(program: Program) -> bool:
+    return any(
+        op.ranks is not None
+        or any(
+            isinstance(item, PerRank)
+            for arg in (*op.args, *op.kwargs.values())
+            for item in (arg if isinstance(arg, tuple) else (arg,))
+        )
+        for op in program.ops
+    )
+
+
+class _Runner:
+    """Runs both sides of a check on the same inputs."""
+
+    def __init__(self, program: Program, original: Lockstep, rewritten: Lockstep, dtypes: frozenset[str], seed: int) -> None:
+        self.program = program
+        self.original = original
+        self.rewritten = rewritten
+        self.dtypes = dtypes
+        self.seed = seed
+
+    def trials(self, num_trials: int, *, keep: bool) -> tuple[list[Outcome], list[Outcome]]:
+        before, after = [], []
+        for number in range(num_trials):
+            kind: TrialKind = "small" if number == 0 else "normal"
+            seed = zlib.crc32(f"{self.seed}/{number}".encode())
+            field = Field(seed, self.dtypes)
+            inputs = draw_inputs(self.program, kind, field, seed)
+            watch = number == 0
+            copies = [fresh(rank, self.program) for rank in inputs]
+            before.append(self.original.run(copies, field, trial=kind, poison_seed=_ORIGINAL_POISON, watch=watch, keep=keep))
+            after.append(self.rewritten.run(inputs, field, trial=kind, poison_seed=_TRANSFORMED_POISON, watch=watch, keep=keep))
+        return before, after
+
+    def explained(self, evidence: Evidence, num_trials: int) -> Evidence:
+        """The same evidence with the tensors' bytes, and one more run with other unwritten memory."""
+        before, after = self.trials(num_trials, keep=True)
+        seed = zlib.crc32(f"{self.seed}/0".encode())
+        field = Field(seed, self.dtypes)
+        inputs = draw_inputs(self.program, "small", field, seed)
+        again = self.rewritten.run(inputs, field, trial="small", poison_seed=_OTHER_POISON, watch=False, keep=True)
+        return evidence._replace(before=before, after=after, after_again=again)

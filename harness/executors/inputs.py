@@ -1,0 +1,98 @@
+"""The inputs of one trial: for every rank and input of a Program a concrete half and a field half, shared storages shared."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.executors.algebra import Field
+from harness.spec.dtypes import DTYPES
+from harness.spec.program import Program, TensorSpec, contiguous_stride, storage_numel
+
+__all__ = ["RankInputs", "TrialKind", "draw_inputs", "fresh"]
+
+TrialKind = Literal["small", "normal"]
+
+_SMALL: Final = 4
+_INT_LIMIT: Final = {"int64": 2**40, "int32": 2**26, "int16": 2**12, "int8": 2**6, "uint8": 2**8, "bool": 2}
+
+
+class RankInputs(NamedTuple):
+    """One rank's inputs, in the Program's order: concrete tensors, and int64 field tensors of the same geometry."""
+
+    concrete: list[Tensor]
+    field: list[Tensor]
+
+
+def draw_inputs(program: Program, kind: TrialKind, field: Field, seed: int) -> list[RankInputs]:
+    """Draw all inputs of one trial, one entry a rank.
+
+    ``small`` gives small integers in every dtype, so that sums over ranks are exact; ``normal`` gives ordinary floats and
+    integers that a float32 cannot hold. An input with ``data`` has that data in both. The same arguments give the same values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [_draw_rank(program, kind, field, rank, generator) for rank in range(program.world_size)]
+
+
+def fresh(inputs: RankInputs, program: Program) -> RankInputs:
+    """A copy that may be written to: storages are cloned, inputs that share one still do."""
+    return RankInputs(_clone(inputs.concrete, program), _clone(inputs.field, program))
+
+
+def _clone(tensors: list[Tensor], program: Program) -> list[Tensor]:
+    result: list[Tensor] = []
+    for spec, tensor in zip(program.inputs, tensors, strict=True):
+        if spec.view_of is not None:
+            base = result[spec.view_of]
+            result.append(base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+        elif spec.stride is None and spec.storage_offset == 0:
+            result.append(tensor.clone())
+        else:
+            flat = tensor.as_strided((_held(spec),), (1,), 0)
+            result.append(flat.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+    return result
+
+
+def _held(spec: TensorSpec) -> int:
+    stride = contiguous_stride(spec.shape) if spec.stride is None else spec.stride
+    return storage_numel(spec.shape, stride, spec.storage_offset)
+
+
+def _draw_rank(program: Program, kind: TrialKind, field: Field, rank: int, generator: torch.Generator) -> RankInputs:
+    concrete: list[Tensor] = []
+    halves: list[Tensor] = []
+    for spec in program.inputs:
+        stride = contiguous_stride(spec.shape) if spec.stride is None else spec.stride
+        geometry = (spec.shape, stride, spec.storage_offset)
+        if spec.view_of is not None:
+            concrete.append(concrete[spec.view_of].as_strided(*geometry))
+            halves.append(halves[spec.view_of].as_strided(*geometry))
+            continue
+        held = _held(spec)
+        value = _values(held, spec, kind, generator).as_strided(*geometry)
+        if spec.data is not None:
+            value.copy_(_stored(spec, rank))
+        concrete.append(value)
+        halves.append(field.random((held,), (1,), spec.dtype, generator).as_strided(*geometry))
+    return RankInputs(concrete, halves)
+
+
+def _stored(spec: TensorSpec, rank: int) -> Tensor:
+    dtype = getattr(torch, spec.dtype)
+    data = (spec.data or ())[rank]
+    if not data:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(spec.shape)
+
+
+def _values(numel: int, spec: TensorSpec, kind: TrialKind, generator: torch.Generator) -> Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if DTYPES[spec.dtype].kind != "float":
+        limit = spec.high or (_SMALL if kind == "small" and spec.dtype != "bool" else _INT_LIMIT[spec.dtype])
+        low = 0 if spec.high or DTYPES[spec.dtype].kind != "int" else 1 - limit
+        return torch.randint(low, limit, (numel,), generator=generator, dtype=torch.int64).to(dtype)
+    if kind == "small":
+        return torch.randint(1 - _SMALL, _SMALL, (numel,), generator=generator, dtype=torch.int64).to(dtype)
+    return torch.randn(numel, generator=generator).to(dtype)

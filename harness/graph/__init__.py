@@ -1,0 +1,24 @@
+"""Programs as ``fx`` graphs and back, questions about such graphs, and the fake worlds that passes run in."""
+
+from __future__ import annotations
+
+from harness.graph.analysis import Ancestors, collectives, is_collective, is_wait, resolve, start_of, target_name, tensor_meta, waits
+from harness.graph.build import build, emit, emit_item, fake_mode
+from harness.graph.fake_world import fake_world
+
+__all__ = [
+    "Ancestors",
+    "build",
+    "collectives",
+    "emit",
+    "emit_item",
+    "fake_mode",
+    "fake_world",
+    "is_collective",
+    "is_wait",
+    "resolve",
+    "start_of",
+    "target_name",
+    "tensor_meta",
+    "waits",
+]

@@ -1,0 +1,138 @@
+"""Questions about ``fx`` graphs of functional collectives: names, metadata, start and wait pairs, ancestors."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from harness.errors import Unsupported
+from harness.ops import TABLE
+from harness.spec.meta import TensorMeta
+
+__all__ = [
+    "Ancestors",
+    "collectives",
+    "is_collective",
+    "is_wait",
+    "resolve",
+    "start_of",
+    "target_name",
+    "tensor_meta",
+    "waits",
+]
+
+WAIT = "_c10d_functional.wait_tensor.default"
+_REGISTERED_BY = {
+    "bucketing": "torch._inductor.fx_passes.bucketing",
+    "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+    "_c10d_functional": "torch.distributed._functional_collectives",
+}
+
+
+@lru_cache(maxsize=None)
+def resolve(target: str) -> Any:
+    """The ``OpOverload`` of a full name such as ``aten.add.Tensor``.
+
+    Raises:
+        Unsupported: the installed torch has no such operator.
+    """
+    namespace, name, overload = target.split(".")
+    if namespace in _REGISTERED_BY:
+        importlib.import_module(_REGISTERED_BY[namespace])
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError as error:
+        raise Unsupported(target, None, f"the installed torch has no such operator ({error})") from None
+
+
+@lru_cache(maxsize=None)
+def _name_of(target: Any) -> str:
+    if target is operator.getitem:
+        return "getitem"
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return f"{namespace}.{name}.{target._overloadname}"
+    return str(getattr(target, "__name__", target))
+
+
+def target_name(node: Node) -> str:
+    """``aten.add.Tensor`` for a call of that overload, ``getitem`` for ``operator.getitem``, else what the target is called."""
+    return _name_of(node.target) if callable(node.target) else str(node.target)
+
+
+def tensor_meta(value: Tensor) -> TensorMeta:
+    """The metadata of a tensor; ``storage`` is an identity that holds while the tensor lives."""
+    return TensorMeta(
+        tuple(value.shape), tuple(value.stride()), str(value.dtype)[6:], int(value.storage_offset()), value.untyped_storage()._cdata
+    )
+
+
+def is_collective(node: Node) -> bool:
+    """Whether the node starts a collective of the table."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    spec = TABLE.get(target_name(node))
+    return spec is not None and spec.collective is not None
+
+
+def is_wait(node: Node) -> bool:
+    """Whether the node waits for a collective."""
+    return node.op == "call_function" and target_name(node) == WAIT
+
+
+def collectives(graph: Graph) -> list[Node]:
+    """The nodes that start collectives, in the graph's order."""
+    return [node for node in graph.nodes if is_collective(node)]
+
+
+def waits(start: Node) -> list[Node]:
+    """The waits on a collective's result, directly or through the items of a coalesced one, in order of use."""
+    found: list[Node] = []
+    for user in start.users:
+        if is_wait(user):
+            found.append(user)
+        elif user.target is operator.getitem:
+            found.extend(item_user for item_user in user.users if is_wait(item_user))
+    return found
+
+
+def start_of(wait: Node) -> Node | None:
+    """The collective whose result ``wait`` waits for, through ``getitem`` and views; None where it is none."""
+    node = wait.args[0]
+    while isinstance(node, Node) and node.op == "call_function":
+        if is_collective(node):
+            return node
+        spec = TABLE.get(target_name(node))
+        if node.target is not operator.getitem and (spec is None or spec.kind != "view"):
+            return None
+        node = node.args[0]
+    return None
+
+
+class Ancestors:
+    """Answers whether one node depends on another, for a graph that does not change meanwhile.
+
+    Only ``of`` nodes are tracked: every node has a bit set of the tracked nodes that it depends on, so that building takes time
+    linear in nodes and edges, times the number of tracked nodes over the machine's word.
+    """
+
+    def __init__(self, graph: Graph, of: Iterable[Node] | None = None) -> None:
+        tracked = list(graph.nodes) if of is None else list(of)
+        self._bit = {node: 1 << i for i, node in enumerate(tracked)}
+        self._above: dict[Node, int] = {}
+        for node in graph.nodes:
+            above = 0
+            for source in node.all_input_nodes:
+                above |= self._above[source] | self._bit.get(source, 0)
+            self._above[node] = above
+
+    def reaches(self, source: Node, target: Node) -> bool:
+        """Whether ``target`` depends on ``source``, directly or not; a node does not depend on itself."""
+        return bool(self._above[target] & self._bit[source])

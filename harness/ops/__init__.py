@@ -1,0 +1,162 @@
+"""The operators that a Program may use: declared as data, with pure rules for shapes and dtypes; no torch, no implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final
+
+from harness.errors import InvalidProgram, Unsupported
+from harness.ops.collectives import COLLECTIVES
+from harness.ops.compute import COMPUTE
+from harness.ops.core import CollectiveSpec, OpError, OpSpec, Part
+from harness.ops.moves import MOVES
+from harness.ops.views import VIEWS
+from harness.spec.meta import TensorMeta
+from harness.spec.program import DTypeArg, FloatArg, GroupArg, Op, PerRank, Program, Ref, contiguous_stride, decode_program
+from harness.spec.verdict import Finding, decode_finding
+
+__all__ = ["TABLE", "CollectiveSpec", "OpError", "OpSpec", "infer", "infer_program", "read_finding", "read_program"]
+
+TABLE: Final[Mapping[str, OpSpec]] = MappingProxyType({spec.target: spec for spec in (*VIEWS, *MOVES, *COMPUTE, *COLLECTIVES)})
+
+Value = TensorMeta | tuple[TensorMeta, ...]
+
+
+def infer(target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], group_sizes: Mapping[str, int]) -> Value:
+    """The metadata of an operator's result: what torch's eager CPU kernel gives.
+
+    Args:
+        target: the overload by its full name.
+        args, kwargs: with ``TensorMeta`` in place of tensors and tuples in place of lists; ``DTypeArg``, ``GroupArg`` and
+            ``FloatArg`` as in a Program.
+        group_sizes: the ranks in a part of each group.
+
+    Returns:
+        One meta, or a tuple for an operator with several results. ``storage`` is that of the operand whose memory the result
+        shares, or -1 where it has its own.
+
+    Raises:
+        Unsupported: the operator is not in the table.
+        OpError: a precondition is broken.
+    """
+    if target not in TABLE:
+        raise Unsupported(target)
+    storages: dict[int, int] = {}
+    plain = tuple(_plain(a, storages, group_sizes) for a in args)
+    named = tuple((k, _plain(v, storages, group_sizes)) for k, v in kwargs.items())
+    result = _infer(target, plain, named)
+    back = list(storages)
+    if isinstance(result, TensorMeta):
+        return result if result.storage < 0 else result._replace(storage=back[result.storage])
+    return tuple(m if m.storage < 0 else m._replace(storage=back[m.storage]) for m in result)
+
+
+def _plain(arg: Any, storages: dict[int, int], group_sizes: Mapping[str, int]) -> Any:
+    """An argument as a rule takes it; storages numbered by appearance, so that equal calls are found again."""
+    if isinstance(arg, TensorMeta):
+        return arg._replace(storage=storages.setdefault(arg.storage, len(storages)))
+    if type(arg) is tuple or type(arg) is list:
+        return tuple(_plain(a, storages, group_sizes) for a in arg)
+    if isinstance(arg, DTypeArg):
+        return arg.name
+    if isinstance(arg, GroupArg):
+        if arg.name not in group_sizes:
+            raise OpError(f"no group {arg.name!r}")
+        return Part(arg.name, group_sizes[arg.name])
+    return float(arg.value) if isinstance(arg, FloatArg) else arg
+
+
+@lru_cache(maxsize=65536, typed=True)
+def _infer(target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Value:
+    try:
+        result = TABLE[target].rule(*args, **dict(kwargs))
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        raise OpError(f"{target} does not take these arguments ({error})") from None
+    return result
+
+
+def infer_program(program: Program) -> tuple[Value, ...]:
+    """The metadata of every value of ``program``: inputs, then ops; storages are numbered.
+
+    Raises:
+        InvalidProgram: with the path of the op or output that is wrong, and why.
+    """
+    group_sizes = {group.name: group.size for group in program.groups}
+    values: list[Value] = []
+    num_storages = 0
+    for spec in program.inputs:
+        if spec.view_of is None:
+            storage, num_storages = num_storages, num_storages + 1
+        else:
+            base = values[spec.view_of]
+            assert isinstance(base, TensorMeta)
+            storage = base.storage
+        stride = contiguous_stride(spec.shape) if spec.stride is None else spec.stride
+        values.append(TensorMeta(spec.shape, stride, spec.dtype, spec.storage_offset, storage))
+    for i, op in enumerate(program.ops):
+        path = f"$.ops[{i}]"
+        args = tuple(_resolved(a, values, f"{path}.args[{j}]") for j, a in enumerate(op.args))
+        kwargs = {k: _resolved(a, values, f"{path}.kwargs.{k}") for k, a in op.kwargs.items()}
+        result = _inferred(op, args, kwargs, group_sizes, path)
+        fresh = []
+        for meta in (result,) if isinstance(result, TensorMeta) else result:
+            if meta.storage < 0:
+                meta, num_storages = meta._replace(storage=num_storages), num_storages + 1
+            fresh.append(meta)
+        values.append(fresh[0] if isinstance(result, TensorMeta) else tuple(fresh))
+    for i, ref in enumerate(program.outputs):
+        _resolved(ref, values, f"$.outputs[{i}]")
+    return tuple(values)
+
+
+def _inferred(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any], group_sizes: Mapping[str, int], path: str) -> Value:
+    try:
+        return infer(op.target, args, kwargs, group_sizes)
+    except Unsupported:
+        raise InvalidProgram(f"{path}.target", f"operator {op.target!r} is not in the table") from None
+    except OpError as error:
+        raise InvalidProgram(path, f"{op.target}: {error}") from None
+    except (OverflowError, MemoryError, ZeroDivisionError) as error:
+        raise InvalidProgram(path, f"{op.target}: arguments out of range ({error})") from None
+
+
+def _resolved(arg: Any, values: list[Value], path: str) -> Any:
+    if isinstance(arg, Ref):
+        value = values[arg.value]
+        if isinstance(value, TensorMeta):
+            if arg.item is not None:
+                raise InvalidProgram(path, f"item {arg.item} of value {arg.value}, which is one tensor")
+            return value
+        if arg.item is None or arg.item >= len(value):
+            raise InvalidProgram(path, f"value {arg.value} has {len(value)} items; one must be named, not {arg.item}")
+        return value[arg.item]
+    if isinstance(arg, tuple):
+        return tuple(_resolved(a, values, f"{path}[{k}]") for k, a in enumerate(arg))
+    return arg.values[0] if isinstance(arg, PerRank) else arg
+
+
+def read_program(data: bytes | str) -> Program:
+    """Read a Program from JSON and check all of it: structure, operators, preconditions, shapes.
+
+    Raises:
+        InvalidProgram: with the path of the field, what stood there and what may stand there.
+    """
+    program = decode_program(data)
+    infer_program(program)
+    return program
+
+
+def read_finding(data: bytes | str) -> Finding:
+    """Read a Finding from JSON and check all of it, its Program too.
+
+    Raises:
+        InvalidProgram: with the path of the field, what stood there and what may stand there.
+    """
+    finding = decode_finding(data)
+    try:
+        infer_program(finding.program)
+    except InvalidProgram as error:
+        raise InvalidProgram(error.path.replace("$", "$.program", 1), error.reason) from None
+    return finding

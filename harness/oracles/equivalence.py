@@ -1,0 +1,132 @@
+"""Are two runs the same function of their inputs? The ladder of judgement: field halves first, then bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.oracles.evidence import Evidence
+from harness.oracles.numerics import first_difference
+from harness.spec.outcome import Outcome, RankOutcome, TensorRecord
+from harness.spec.verdict import Reason
+
+__all__ = ["equal_inputs", "equal_metadata", "equal_outputs", "is_proved", "runs"]
+
+
+def runs(e: Evidence) -> list[Reason]:
+    """Whatever ran to its end before runs to its end after, on every rank."""
+    for before, after in zip(e.before, e.after, strict=True):
+        for rank, (old, new) in enumerate(zip(before.ranks, after.ranks, strict=True)):
+            if new.error is not None and old.error is None:
+                message = f"rank {rank} raises {new.error.type} at {new.error.node}: {_first_line(new.error.message)}"
+                return [
+                    Reason("runs", "FAIL", new.error.type, message, rank=rank, node=new.error.node, expected="no error", seen=new.error.message)
+                ]
+    return []
+
+
+def equal_metadata(e: Evidence) -> list[Reason]:
+    """Every output has the dtype, shape and strides that it had before."""
+    for rank, i, old, new in _pairs(e, "outputs"):
+        for kind, expected, seen in (
+            ("dtype", old.dtype, new.dtype),
+            ("shape", old.shape, new.shape),
+            ("stride", _stride(old), _stride(new)),
+        ):
+            if expected != seen:
+                message = f"output {i} on rank {rank} has {kind} {seen}, not {expected}"
+                return [Reason("equal_metadata", "FAIL", kind, message, rank=rank, node=f"output {i}", expected=str(expected), seen=str(seen))]
+    counts = {(len(b.outputs), len(a.outputs)) for o, n in zip(e.before, e.after, strict=True) for b, a in _ranks(o, n)}
+    for expected_count, seen_count in sorted(counts):
+        if expected_count != seen_count:
+            message = f"{seen_count} outputs, not {expected_count}"
+            return [Reason("equal_metadata", "FAIL", "num_outputs", message, expected=str(expected_count), seen=str(seen_count))]
+    return []
+
+
+def equal_outputs(e: Evidence) -> list[Reason]:
+    """Every output equals what it was before: for all inputs in the field, and bit for bit on ordinary numbers."""
+    return _equal(e, "outputs", "equal_outputs")
+
+
+def equal_inputs(e: Evidence) -> list[Reason]:
+    """Every input holds after the run what it held before the change, so that mutations are neither lost, added nor doubled."""
+    return _equal(e, "inputs", "equal_inputs")
+
+
+def is_proved(e: Evidence) -> bool:
+    """Whether all tensors to be compared have field halves on both sides, so that equality holds for all inputs."""
+    return all(
+        old.field_digest is not None and new.field_digest is not None
+        for kind in ("outputs", "inputs")
+        for _, _, old, new in _pairs(e, kind)
+    )
+
+
+def _equal(e: Evidence, which: str, law: str) -> list[Reason]:
+    poisoned = _poisoned(e, which)
+    field_only: list[Reason] = []
+    for rank, i, old, new in _pairs(e, which):
+        if old.dtype != new.dtype or old.shape != new.shape:
+            continue
+        name = f"{which[:-1]} {i}"
+        field_differs = None not in (old.field_digest, new.field_digest) and old.field_digest != new.field_digest
+        bits_differ = old.digest != new.digest
+        where, expected, seen, num = "", None, None, 0
+        if bits_differ and old.data is not None and new.data is not None:
+            difference = first_difference(old, new)
+            bits_differ = difference is not None
+            if difference is not None:
+                where, num = str(list(difference.index)), difference.num_elements
+                expected, seen = repr(difference.expected), repr(difference.seen)
+        if bits_differ:
+            kind = "poison" if (rank, i) in poisoned else "values" if field_differs or old.field_digest is None or new.field_digest is None else "reassociated"
+            why = {
+                "poison": "depends on memory that nobody wrote",
+                "values": "differs",
+                "reassociated": "is the same real function but not bit for bit",
+            }[kind]
+            at = f", first at {where}: expected {expected}, seen {seen} ({num} elements differ)" if where else ""
+            return [
+                Reason(law, "FAIL", kind, f"{name} on rank {rank} {why}{at}", rank=rank, node=name, index=where or None, expected=expected, seen=seen, allowed="bitwise equal")
+            ]
+        if field_differs and not field_only:
+            kind = "poison" if (rank, i) in poisoned else "field"
+            status = "FAIL" if e.is_exact or kind == "poison" else "PASS"
+            message = f"{name} on rank {rank} is another function of the inputs, though equal on the numbers tried"
+            field_only.append(Reason(law, status, kind, message, rank=rank, node=name, allowed="equal for all inputs"))  # type: ignore[arg-type]
+    return [r for r in field_only if r.status == "FAIL"]
+
+
+def _poisoned(e: Evidence, which: str) -> set[tuple[int, int]]:
+    """The (rank, number) of tensors that changed when only unwritten memory did."""
+    if e.after_again is None or not e.after:
+        return set()
+    found = set()
+    for rank, (one, two) in enumerate(_ranks(e.after[0], e.after_again)):
+        for i, (a, b) in enumerate(zip(getattr(one, which), getattr(two, which), strict=False)):
+            if a.field_digest != b.field_digest:
+                found.add((rank, i))
+    return found
+
+
+def _ranks(before: Outcome, after: Outcome) -> Iterator[tuple[RankOutcome, RankOutcome]]:
+    return zip(before.ranks, after.ranks, strict=True)
+
+
+def _pairs(e: Evidence, which: str) -> Iterator[tuple[int, int, TensorRecord, TensorRecord]]:
+    for before, after in zip(e.before, e.after, strict=True):
+        for rank, (old, new) in enumerate(_ranks(before, after)):
+            if old.error is None and new.error is None:
+                for i, pair in enumerate(zip(getattr(old, which), getattr(new, which), strict=False)):
+                    yield rank, i, *pair
+
+
+def _stride(record: TensorRecord) -> tuple[int, ...]:
+    """Strides that matter: a dimension of size 1 has any, and an empty tensor has none."""
+    if 0 in record.shape:
+        return ()
+    return tuple(step if size != 1 else 0 for size, step in zip(record.shape, record.stride, strict=True))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else ""
