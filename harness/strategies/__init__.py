@@ -1,0 +1,1 @@
+"""Hypothesis strategies that draw Programs; plural nouns, keyword-only options."""
