@@ -54,9 +54,9 @@ def equal_inputs(e: Evidence) -> list[Reason]:
 
 
 def is_proved(e: Evidence) -> bool:
-    """Whether all tensors to be compared have field halves on both sides, so that equality holds for all inputs."""
+    """Whether all tensors to be compared have equal field halves on both sides, so that equality holds for all inputs."""
     return all(
-        old.field_digest is not None and new.field_digest is not None
+        old.field_digest is not None and old.field_digest == new.field_digest
         for kind in ("outputs", "inputs")
         for _, _, old, new in _pairs(e, kind)
     )
