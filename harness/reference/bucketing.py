@@ -15,6 +15,9 @@ A collective with several waits, or one that is returned besides its wait, is bu
 A run ends at a collective of the same group and kind with another key, since bucketing across it would change the order on the wire;
 with ``preserve_cross_kind`` also at one of another kind.
 
+Both halves repeat until nothing changes, so that a second application finds nothing to do: copy-in has taken a bucket's input out of
+the way of later writes, which may let it grow.
+
 **Rewriting** (``_merge``) replaces the members of a bucket by: copy-in, one collective, a wait, copy-out. The bucket stands where its last
 member stood; its wait stands right behind; users in between move behind it (stable topological sort). What replaces a member's result
 is a tensor with a storage of its own, of the dtype, shape and strides of the original.
@@ -47,7 +50,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, GraphModule, Node
 
-from harness.graph import emit, emit_item, is_wait, start_of, target_name, waits
+from harness.graph import emit, emit_item, is_collective, is_wait, start_of, target_name, waits
 from harness.ops import TABLE
 
 __all__ = [
@@ -164,7 +167,7 @@ class BucketingReport:
 
 @dataclass(frozen=True)
 class _Collective:
-    """A collective that may be bucketed; ``source`` is what copy-in reads, ``reads_at`` the position where that is read now."""
+    """A collective that may be bucketed; ``reads_at`` is the position where what copy-in reads is read now."""
 
     node: Node
     kind: str
@@ -174,8 +177,14 @@ class _Collective:
     key: tuple[Any, ...]
     size_bytes: int
     position: int
-    source: Node
+    merges_cast: bool
     reads_at: int
+
+    @property
+    def source(self) -> Node:
+        """What copy-in reads: the collective's input, or what the cast in front of it was made from."""
+        own = _input(self.node)
+        return _input(own) if self.merges_cast else own
 
 
 def bucket_collectives(gm: GraphModule, options: BucketingOptions = BucketingOptions()) -> BucketingReport:
@@ -187,17 +196,28 @@ def bucket_collectives(gm: GraphModule, options: BucketingOptions = BucketingOpt
         gm: a graph of functional collectives with ``meta["val"]`` on every node; each node's value is a tensor, or a list of them.
         options: see there.
     """
-    buckets, declined = plan_buckets(gm.graph, options)
-    for bucket in buckets:
-        _merge(gm.graph, bucket, options)
-    if buckets:
+    merged: dict[Node, Bucket] = {}
+    while True:
+        plan, declined = plan_buckets(gm.graph, options)
+        for members in plan:
+            described = _described(members, merged)
+            merged[_merge(gm.graph, members, options)] = described
+        if not plan:
+            break
         _stable_sort(gm.graph, options.preserve_cross_kind)
-        gm.graph.lint()
-        gm.recompile()
-    report = tuple(
-        Bucket(tuple(c.node.name for c in bucket), bucket[0].kind, bucket[0].group, sum(c.size_bytes for c in bucket)) for bucket in buckets
-    )
-    return BucketingReport(report, tuple(declined))
+    gm.graph.lint()
+    gm.recompile()
+    made = {node.name for node in merged}
+    return BucketingReport(tuple(merged.values()), tuple(d for d in declined if d.node not in made))
+
+
+def _described(members: list[_Collective], merged: dict[Node, Bucket]) -> Bucket:
+    """The bucket for the report; a member that is itself a bucket is taken out of ``merged`` and its members are named instead."""
+    names: list[str] = []
+    for collective in members:
+        inner = merged.pop(collective.node, None)
+        names.extend(inner.members if inner else (collective.node.name,))
+    return Bucket(tuple(names), members[0].kind, members[0].group, sum(c.size_bytes for c in members))
 
 
 # Deciding
@@ -303,25 +323,20 @@ def _describe(node: Node, kind: str, group: str, options: BucketingOptions, effe
     shares_dtypes = kind == "all_gather" and options.mode == "custom_ops_multidtype"
     key = (kind, group, group_size, reduce_op, None if shares_dtypes else value.dtype, value.device)
     size = max(v.numel() * v.element_size() for v in (value, own.meta["val"]))
-    source = _source(node, kind, options)
     position = effects.position[node]
-    reads_at = position if source is own else effects.position[own]
-    return _Collective(node, kind, group, group_size, reduce_op, key, size, position, source, reads_at)  # type: ignore[arg-type]
+    merges_cast = kind == "all_gather" and options.merge_casts and options.mode != "coalesced" and _is_own_cast(own)
+    reads_at = effects.position[own] if merges_cast else position
+    return _Collective(node, kind, group, group_size, reduce_op, key, size, position, merges_cast, reads_at)  # type: ignore[arg-type]
+
+
+def _is_own_cast(node: Node) -> bool:
+    return node.op == "call_function" and target_name(node) in _CASTS and len(node.users) == 1
 
 
 def _input(node: Node) -> Node:
     source = node.args[0]
     assert isinstance(source, Node)
     return source
-
-
-def _source(node: Node, kind: str, options: BucketingOptions) -> Node:
-    """What copy-in reads: the collective's input, or what a cast that only it uses was made from."""
-    own = _input(node)
-    mergeable = options.merge_casts and options.mode != "coalesced" and kind == "all_gather"
-    if mergeable and own.op == "call_function" and target_name(own) in _CASTS and len(own.users) == 1:
-        return _input(own)
-    return own
 
 
 def _split(run: list[_Collective], options: BucketingOptions, effects: _Effects, declined: list[Declined]) -> list[list[_Collective]]:
@@ -523,8 +538,8 @@ def _written_arguments(node: Node) -> list[Node]:
 # Rewriting
 
 
-def _merge(graph: Graph, bucket: list[_Collective], options: BucketingOptions) -> None:
-    """Replace the members by one collective behind the last of them."""
+def _merge(graph: Graph, bucket: list[_Collective], options: BucketingOptions) -> Node:
+    """Replace the members by one collective behind the last of them, which is returned."""
     made: list[Node] = []
     with graph.inserting_before(bucket[-1].node.next):
         results = _BUILDERS[bucket[0].kind](_Emitter(graph, made), bucket, options)
@@ -535,9 +550,10 @@ def _merge(graph: Graph, bucket: list[_Collective], options: BucketingOptions) -
             graph.erase_node(wait)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
-        if own is not collective.source:
+        if collective.merges_cast:
             graph.erase_node(own)
     _inherit(made, bucket)
+    return next(node for node in made if is_collective(node))
 
 
 def _inherit(nodes: Iterable[Node], bucket: Sequence[_Collective]) -> None:
