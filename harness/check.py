@@ -32,6 +32,7 @@ __all__ = ["BUCKETING_LAWS", "check", "signatures"]
 BUCKETING_LAWS: Final[Mapping[str, Law]] = {
     "runs": equivalence.runs,
     "equal_metadata": equivalence.equal_metadata,
+    "equal_strides": equivalence.equal_strides,
     "equal_outputs": equivalence.equal_outputs,
     "equal_inputs": equivalence.equal_inputs,
     "own_storage": aliasing.own_storage,
@@ -80,11 +81,13 @@ def check(
         laws: by name.
 
     Returns:
-        FAIL with every promised law that broke (``applies`` and ``graph_valid`` end the check at once); INCONCLUSIVE where an operator is unsupported, the program itself does not run,
-        or the harness failed; else PASS, ``proved`` or ``tested``.
+        FAIL with every promised law that broke (``applies`` and ``graph_valid`` end the check at once); INCONCLUSIVE where the program lies outside the subject's contract or has an unsupported operator, where it does not run itself, or the harness failed; else PASS, ``proved`` or ``tested``.
     """
     timer = clock or _NoClock()
     try:
+        refusal = subject.refuses(program)
+        if refusal is not None:
+            return _inconclusive("outside_contract", refusal)
         return _check(program, subject, seed, timer, laws)
     except Unsupported as error:
         return _inconclusive("unsupported", str(error))

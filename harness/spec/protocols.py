@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from harness.spec.program import Program
+
 __all__ = ["Applied", "Clock", "GraphPass", "OptionValue", "Subject"]
 
 OptionValue = str | int | float | bool | None
@@ -57,6 +59,13 @@ class Subject(Protocol):
 
     def variants(self) -> tuple[Subject, ...]:
         """Every setting worth testing, this one's included."""
+
+    def refuses(self, program: Program) -> str | None:
+        """Why ``program`` lies outside the subject's documented contract, or None where it does not."""
+
+    @property
+    def focus(self) -> Mapping[str, Any]:
+        """Arguments for the feature's strategy that draw programs on which this variant has something to do."""
 
     def apply(self, gm: Any, rank: int) -> Applied:
         """Transform ``gm`` as rank ``rank``; may change it in place. Called inside a fake world of that rank."""

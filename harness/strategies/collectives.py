@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from hypothesis import strategies as st
 
@@ -110,6 +110,7 @@ class _Builder:
         self.reading: dict[int, int] = {}
         self.written: set[int] = set()
         self.extra_outputs: list[Any] = []
+        self.epilogue: list[_Statement] = []
         self.num_storages = 0
         self.num_collectives = 0
         self.kind = options.kinds[0]
@@ -207,6 +208,7 @@ class _Builder:
 
 
 class _Options(NamedTuple):
+    mutation: str
     kinds: tuple[str, ...]
     dtypes: tuple[str, ...]
     reduce_ops: tuple[str, ...]
@@ -351,6 +353,9 @@ _WRITES: Final = ("aten.add_.Tensor", "aten.mul_.Tensor", "aten.zero_.default", 
 
 
 def _write(b: _Builder, s: _Statement) -> None:
+    if b.options.mutation == "epilogue":
+        b.epilogue.append(s)
+        return
     value = b.pick(b.writable(), s.operand)
     if value is None:
         return
@@ -431,11 +436,25 @@ _DO: Final = {
 }
 
 
+def _copy_into_inputs(b: _Builder) -> None:
+    """The epilogue that a functional graph puts mutations back with: copies of values into inputs, after all else."""
+    for s in b.epilogue:
+        targets = [v for v in b.writable() if v[0].value < 0]
+        target = targets[s.a % len(targets)] if targets else None
+        if target is None:
+            continue
+        sources = [v for v in b.readable() if v[1].shape == target[1].shape and v[1].storage != target[1].storage and v[0].value >= 0]
+        source = b.pick(sources, s.c + 1)
+        if source is not None and b.add("aten.copy_.default", (target[0], b.use(source))) is not None:
+            b.values.pop()
+
+
 def _finish(b: _Builder, leave: bool) -> Program:
     """Wait for what is pending (or leave it dead), return what nothing uses and what was asked for."""
     if not leave:
         for pending in list(b.pending):
             _wait(b, pending)
+    _copy_into_inputs(b)
     busy = {p.output for p in b.pending}
     returned = [v[0] for v in b.values if v[0].value >= 0 and v[0] not in b.used and v[1].storage not in busy]
     for ref in b.extra_outputs:
@@ -474,6 +493,7 @@ def collective_programs(
     kinds: Sequence[str] = KINDS,
     dtypes: Sequence[str] = ALL_DTYPES,
     reduce_ops: Sequence[str] = REDUCE_OPS,
+    mutation: Literal["any", "epilogue"] = "any",
 ) -> st.SearchStrategy[Program]:
     """Programs with up to ``max_collectives`` collectives, valid on all ranks by construction.
 
@@ -484,8 +504,9 @@ def collective_programs(
         kinds: of ``KINDS``; the first is drawn most often.
         dtypes: of ``ALL_DTYPES``, the simplest first.
         reduce_ops: of ``REDUCE_OPS``.
+        mutation: ``any`` writes in place anywhere; ``epilogue`` only copies into inputs at the end, as functionalised graphs do.
     """
-    options = _Options(tuple(kinds), tuple(dtypes), tuple(reduce_ops), max_collectives)
+    options = _Options(mutation, tuple(kinds), tuple(dtypes), tuple(reduce_ops), max_collectives)
     return _strategy(tuple(world_sizes), options, max_statements)
 
 

@@ -13,10 +13,12 @@ from typing import Any, Final, NamedTuple
 from torch.fx import GraphModule
 
 from harness.errors import UnknownSubject, Unsupported
+from harness.ops import TABLE
+from harness.spec.program import Program, Ref
 from harness.spec.protocols import OptionValue
 from harness.subjects.graph_pass import PassSubject
 
-__all__ = ["PROMISES", "inductor", "reference"]
+__all__ = ["PROMISES", "functional_until_epilogue", "inductor", "reference"]
 
 _SMALL_CAP_MB: Final = 48 / 2**20
 _BUCKETING: Final = "torch._inductor.fx_passes.bucketing"
@@ -26,7 +28,7 @@ _COMMON: Final[Mapping[str, str]] = {
     "applies": "torch._inductor.fx_passes.post_grad calls the pass unguarded: what it raises ends the compilation",
     "runs": "torch.compile: a compiled function returns what the eager function returns",
     "equal_outputs": "torch.compile: a compiled function returns what the eager function returns",
-    "equal_metadata": "torch.compile: outputs have the dtype, shape and strides of the eager function",
+    "equal_metadata": "torch.compile: outputs have the dtype and shape of the eager function",
     "equal_inputs": "torch.compile: mutations of inputs are those of the eager function",
     "own_storage": "torch.compile: outputs alias each other exactly where the eager function's do (AOTAutograd fixes aliasing before this pass)",
     "same_aliasing": "torch.compile: outputs alias inputs exactly where the eager function's do",
@@ -50,24 +52,51 @@ PROMISES: Final[Mapping[str, Mapping[str, str]]] = {
         "post_grad",
     )
 }
-"""Pass to law to source. ``idempotent`` and ``deterministic`` are nowhere promised by torch: measured only."""
+"""Pass to law to source.
+
+Measured only: ``idempotent``, which torch nowhere promises, and ``equal_strides``, since ``bucketing._recompute_changed_user_metadata``
+says that a result may be replaced by a layout-different equivalent.
+"""
+
+
+_CONTRACT_SOURCE: Final = (
+    "torch._inductor.fx_passes.post_grad runs bucketing on functional graphs: mutation is brought in by the all_gather pass, which therefore comes"
+    " last, and by copy_ into graph inputs at the end"
+)
+
+
+def functional_until_epilogue(program: Program) -> str | None:
+    """Why a program lies outside the contract of torch's post-grad passes: it writes in place elsewhere than at its end into inputs."""
+    num_inputs = len(program.inputs)
+    in_epilogue = True
+    for i, op in reversed(list(enumerate(program.ops))):
+        spec = TABLE.get(op.target)
+        writes = spec is not None and bool(spec.writes)
+        target = op.args[0] if op.args else None
+        is_epilogue = op.target == "aten.copy_.default" and isinstance(target, Ref) and target.value < num_inputs
+        if writes and not (is_epilogue and in_epilogue):
+            return f"op {i} ({op.target}) writes in place; {_CONTRACT_SOURCE}"
+        in_epilogue = in_epilogue and is_epilogue
+    return None
 
 
 class _TorchPass(NamedTuple):
     module: str
     function: str
     modes: tuple[str, ...]
+    kinds: tuple[str, ...]
 
 
 _PASSES: Final[Mapping[str, _TorchPass]] = {
-    "all_gather": _TorchPass(_BUCKETING, "bucket_all_gather", ("default", "custom_ops", "custom_ops_multidtype")),
-    "reduce_scatter": _TorchPass(_BUCKETING, "bucket_reduce_scatter", ("default", "custom_ops", "coalesced")),
-    "all_reduce": _TorchPass(_BUCKETING, "bucket_all_reduce", ("all",)),
-    "fsdp_all_gather": _TorchPass(_FSDP, "bucket_fsdp_all_gather", ("default", "custom_ops", "custom_ops_multidtype")),
-    "fsdp_reduce_scatter": _TorchPass(_FSDP, "bucket_fsdp_reduce_scatter", ("default", "custom_ops", "custom_ops_multidtype")),
-    "fsdp_all_reduce": _TorchPass(_FSDP, "bucket_fsdp_all_reduce", ("all",)),
-    "post_grad": _TorchPass(_BUCKETING, "bucket_all_gather", ("default", "custom_ops")),
+    "all_gather": _TorchPass(_BUCKETING, "bucket_all_gather", ("default", "custom_ops", "custom_ops_multidtype"), ("all_gather",)),
+    "reduce_scatter": _TorchPass(_BUCKETING, "bucket_reduce_scatter", ("default", "custom_ops", "coalesced"), ("reduce_scatter",)),
+    "all_reduce": _TorchPass(_BUCKETING, "bucket_all_reduce", ("all",), ("all_reduce",)),
+    "fsdp_all_gather": _TorchPass(_FSDP, "bucket_fsdp_all_gather", ("default", "custom_ops", "custom_ops_multidtype"), ("all_gather",)),
+    "fsdp_reduce_scatter": _TorchPass(_FSDP, "bucket_fsdp_reduce_scatter", ("default", "custom_ops", "custom_ops_multidtype"), ("reduce_scatter",)),
+    "fsdp_all_reduce": _TorchPass(_FSDP, "bucket_fsdp_all_reduce", ("all",), ("all_reduce",)),
+    "post_grad": _TorchPass(_BUCKETING, "bucket_all_gather", ("default", "custom_ops"), ("all_gather", "reduce_scatter", "all_reduce")),
 }
+_KINDS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 _PIPELINE: Final = ("reduce_scatter", "all_reduce", "all_gather")
 """The order in which ``torch._inductor.fx_passes.post_grad.post_grad_passes`` calls them."""
 
@@ -110,6 +139,8 @@ def _inductor(options: Mapping[str, OptionValue]) -> PassSubject:
         options={"pass": name, "mode": mode, "cap_mb": cap},
         promises=frozenset(PROMISES[str(name)]),
         caps_bytes=lambda _index: int((2000.0 if cap is None else cap) * 2**20),
+        focus={"kinds": (*_PASSES[str(name)].kinds, *(k for k in _KINDS if k not in _PASSES[str(name)].kinds)), "mutation": "epilogue"},
+        contract=functional_until_epilogue,
         make=_inductor,
         settings=settings,
     )

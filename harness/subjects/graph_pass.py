@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from harness.errors import UnknownSubject
 from harness.graph import collectives
+from harness.spec.program import Program
 from harness.spec.protocols import Applied, OptionValue
 
 __all__ = ["PassSubject", "from_callable", "num_changed"]
@@ -27,6 +28,9 @@ class PassSubject:
         settings: every setting worth testing.
         promises: the names of laws that bind the pass; ``*`` stands for all laws of the feature.
         caps_bytes: the largest bucket allowed, by bucket index.
+        focus: arguments for the feature's strategy that draw programs on which the pass has something to do.
+        contract: says why a program lies outside what the pass is documented to take, or None.
+        make: gives this subject with other options.
     """
 
     name: str
@@ -36,6 +40,8 @@ class PassSubject:
     options: Mapping[str, OptionValue] = field(default_factory=dict)
     promises: frozenset[str] = ALL_LAWS
     caps_bytes: Callable[[int], int] | None = None
+    focus: Mapping[str, Any] = field(default_factory=dict)
+    contract: Callable[[Program], str | None] | None = None
     make: Callable[[Mapping[str, OptionValue]], PassSubject] | None = None
     settings: Sequence[Mapping[str, OptionValue]] = ()
 
@@ -54,6 +60,10 @@ class PassSubject:
         if options:
             raise UnknownSubject(f"subject {self.name!r} takes no options, got {dict(options)}")
         return replace(self, options={})
+
+    def refuses(self, program: Program) -> str | None:
+        """Why ``program`` lies outside the pass's documented contract, or None where it does not."""
+        return None if self.contract is None else self.contract(program)
 
     def apply(self, gm: GraphModule, rank: int) -> Applied:
         """Run the pass; what it changed is seen by comparing the graph with what it was."""

@@ -265,7 +265,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "swap_collectives": _fault(swap_collectives, "order_kept"),
     "write_input": _fault(write_input, "equal_inputs", "equal_outputs"),
     "use_before_definition": _fault(use_before_definition, "graph_valid", "runs"),
-    "transpose_layout": _fault(transpose_layout, "equal_metadata", "same_aliasing"),
+    "transpose_layout": _fault(transpose_layout, "equal_strides", "same_aliasing"),
     "scale_first": _fault(scale_first, "equal_outputs"),
     "copy_alias": _fault(copy_alias, "same_aliasing"),
     "give_up": _fault(give_up, "applies"),
