@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness.graph.analysis import Ancestors, collectives, is_collective, is_wait, resolve, start_of, target_name, tensor_meta, waits
 from harness.graph.build import build, emit, emit_item, fake_mode
 from harness.graph.fake_world import fake_world
+from harness.graph.read import program_from_graphs, trace
 
 __all__ = [
     "Ancestors",
@@ -16,9 +17,11 @@ __all__ = [
     "fake_world",
     "is_collective",
     "is_wait",
+    "program_from_graphs",
     "resolve",
     "start_of",
     "target_name",
     "tensor_meta",
+    "trace",
     "waits",
 ]
