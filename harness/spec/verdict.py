@@ -150,8 +150,10 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
 _NOISE: Final = (
     (re.compile(r"0x[0-9a-fA-F]+"), "0x*"),
     (re.compile(r"\{[^{}]*\}"), "{*}"),
+    (re.compile(r"\b(?:torch\.)?(?:Float8_\w+|BFloat16|Half|Float|Double|Long|Int|Short|Char|Byte|Bool)\b"), "dtype"),
+    (re.compile(r"\btorch\.(?:float|bfloat|int|uint|bool)\w*"), "dtype"),
     (re.compile(r"\[[^\[\]]*\]"), "[*]"),
-    (re.compile(r"\b[a-z][a-z0-9_]*_\d+\b"), "*"),
+    (re.compile(r"\b[a-z][a-z0-9]*(_[a-z0-9]+)+\b(?!\()"), "*"),
     (re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?"), "#"),
     (re.compile(r"\s+"), " "),
 )
@@ -160,8 +162,8 @@ _NOISE: Final = (
 def normalise_message(message: str) -> str:
     """An exception's message with what varies from program to program taken out, at most 160 characters.
 
-    Of several lines the first non-empty one is kept. Addresses, sets, lists, node names with a number, and numbers are
-    each replaced by a sign. Normalising twice is the same as once.
+    Of several lines the first non-empty one is kept. Addresses, sets, lists, dtypes, names of nodes, and numbers are
+    each replaced by a sign (a node's name is a lower-case word with underscores that is not called). Normalising twice is the same as once.
     """
     text = next((line.strip() for line in message.splitlines() if line.strip()), "")
     for pattern, sign in _NOISE:

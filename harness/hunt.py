@@ -1,0 +1,313 @@
+"""Hunting: draw programs, judge what a subject does to them, shrink and store what fails, go past what is known.
+
+On top of Hypothesis: its engine draws and shrinks. One exception class a signature tells failures apart; a failure that the ledger or
+this hunt already knows returns normally, so that the search goes on past it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import seed as with_seed
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky, FlakyFailure, Unsatisfiable
+
+from harness.check import check, signatures
+from harness.findings import environment, file_name, store_finding
+from harness.ledger import Fault, Ledger, load_ledger
+from harness.spec.program import Program
+from harness.spec.protocols import Subject
+from harness.spec.verdict import Finding, Signature, Verdict
+from harness.subjects.registry import FEATURES, resolve
+
+__all__ = ["PHASES", "HuntReport", "Observer", "PhaseClock", "hunt"]
+
+PHASES = ("draw", "build", "pass", "run", "judge")
+_ROUND_CASES = 2_000
+_SHRINK_SECONDS = 20.0
+
+
+class PhaseClock:
+    """Adds up the seconds of each phase of a check; phases do not nest."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str, /) -> Iterator[None]:
+        """Time spent inside counts for ``name``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+
+class Observer:
+    """Told what happens; the command line overrides what it shows."""
+
+    def case(self, report: HuntReport) -> None:
+        """A case was judged."""
+
+    def found(self, finding: Finding, path: Path) -> None:
+        """A finding was stored at ``path``."""
+
+    def known(self, fault: Fault) -> None:
+        """A fault of the ledger was met for the first time in this hunt."""
+
+
+@dataclass
+class HuntReport:
+    """What a hunt did.
+
+    Attributes:
+        num_cases: judged, shrinking included.
+        statuses: how many verdicts of each status.
+        strengths: how many passes were proved, and how many tested.
+        num_fired: cases in which the subject changed something.
+        fired: the same by the subject's label, with the number of cases it was drawn for.
+        known: how often each fault of the ledger was met, by id.
+        inconclusive: how often each reason kept a case from being judged.
+        findings: stored, by signature.
+        seconds: of the whole hunt.
+        phase_seconds: by phase; ``draw`` is all that Hypothesis does, shrinking and storing included.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    num_cases: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    strengths: Counter[str] = field(default_factory=Counter)
+    num_fired: int = 0
+    fired: dict[str, list[int]] = field(default_factory=dict)
+    known: Counter[str] = field(default_factory=Counter)
+    inconclusive: Counter[str] = field(default_factory=Counter)
+    findings: dict[Signature, Path] = field(default_factory=dict)
+    seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    interrupted: bool = False
+
+    @property
+    def exit_status(self) -> int:
+        """1 where something unknown failed, 3 where nothing was judged or nothing ever fired, else 0."""
+        if self.findings:
+            return 1
+        judged = self.statuses["PASS"] + self.statuses["FAIL"]
+        return 0 if judged and self.num_fired else 3
+
+    @property
+    def own_share(self) -> float:
+        """The part of all time that was not spent in the pass under test."""
+        return 1 - self.phase_seconds.get("pass", 0.0) / self.seconds if self.seconds else 0.0
+
+
+class _Stop(BaseException):
+    """Time is up."""
+
+
+class _Found(Exception):
+    """A failure; each signature has a subclass of its own, so that Hypothesis tells them apart."""
+
+
+@dataclass
+class _Best:
+    program: Program
+    variant: Subject
+    verdict: Verdict
+    size: tuple[int, ...]
+
+
+def hunt(
+    features: Sequence[str] = (),
+    *,
+    subject: Callable[[str], Subject],
+    seconds: float | None = None,
+    cases: int | None = None,
+    seed: int = 0,
+    world_size: int | None = None,
+    out: Path = Path("findings"),
+    observer: Observer | None = None,
+    ledger: Ledger | None = None,
+) -> HuntReport:
+    """Hunt until time or cases are used up.
+
+    Args:
+        features: whose programs to draw; all where empty. Each gets an equal share.
+        subject: gives the subject of a feature.
+        seconds, cases: the limit; 60 seconds where neither is given.
+        seed: the same seed draws the same programs.
+        world_size: of all programs; 2 and 4 where left out.
+        out: the folder that findings are written to.
+        observer: told of cases and findings.
+        ledger: of known faults; the project's own where left out.
+    """
+    names = list(features) or list(FEATURES)
+    report = HuntReport()
+    known = ledger if ledger is not None else load_ledger()
+    start = time.monotonic()
+    budget = seconds if seconds is not None else (None if cases is not None else 60.0)
+    try:
+        for i, name in enumerate(names):
+            end = None if budget is None else start + budget * (i + 1) / len(names)
+            limit = None if cases is None else cases // len(names) + (i < cases % len(names))
+            _Hunter(name, subject(name), world_size, known, report, observer or Observer(), out).run(end, limit, seed)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    report.seconds = time.monotonic() - start
+    report.phase_seconds["draw"] = report.seconds - sum(s for name, s in report.phase_seconds.items() if name != "draw")
+    return report
+
+
+class _Hunter:
+    """The hunt of one feature."""
+
+    def __init__(
+        self, feature: str, subject: Subject, world_size: int | None, ledger: Ledger, report: HuntReport, observer: Observer, out: Path
+    ) -> None:
+        self.feature = feature
+        self.variants = subject.variants()
+        self.world_sizes = (world_size,) if world_size is not None else (2, 4)
+        self.strategy = resolve(FEATURES[feature].strategy)
+        self.ledger = ledger
+        self.report = report
+        self.observer = observer
+        self.out = out
+        self.clock = PhaseClock()
+        self.best: dict[Signature, _Best] = {}
+        self.classes: dict[Signature, type[_Found]] = {}
+        self.seed = 0
+        self.end: float | None = None
+        self.limit: int | None = None
+        self.num_drawn = 0
+        self.failing_since: float | None = None
+
+    def run(self, end: float | None, limit: int | None, seed: int) -> None:
+        """Rounds of Hypothesis runs with fresh seeds; what one round found is known to the next."""
+        self.end, self.limit, self.seed = end, limit, seed
+        number = 0
+        logging.getLogger("torch").setLevel(logging.CRITICAL)
+        try:
+            while not self._is_over():
+                left = _ROUND_CASES if self.limit is None else min(_ROUND_CASES, self.limit - self.num_drawn)
+                self._round(seed * 1_000_003 + number, left)
+                number += 1
+                self._store()
+        except _Stop:
+            pass
+        finally:
+            self._store()
+            totals = self.report.phase_seconds
+            for name, spent in self.clock.seconds.items():
+                totals[name] = totals.get(name, 0.0) + spent
+
+    def _is_over(self) -> bool:
+        return (self.end is not None and time.monotonic() >= self.end) or (self.limit is not None and self.num_drawn >= self.limit)
+
+    def _round(self, seed: int, cases: int) -> None:
+        self.failing_since = None
+
+        @with_seed(seed)
+        @settings(
+            max_examples=max(cases, 1),
+            deadline=None,
+            database=None,
+            print_blob=False,
+            verbosity=Verbosity.quiet,
+            report_multiple_bugs=True,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.data())
+        def case(data: st.DataObject) -> None:
+            variant = data.draw(st.sampled_from(self.variants))
+            program = data.draw(self.strategy(world_sizes=self.world_sizes, **variant.focus))
+            self._judge(program, variant)
+
+        try:
+            case()
+        except (_Found, ExceptionGroup, Flaky, FlakyFailure, Unsatisfiable):
+            pass
+
+    def _judge(self, program: Program, variant: Subject) -> None:
+        shrinking = self.failing_since is not None
+        if shrinking and (self._too_long() or (self.end is not None and time.monotonic() >= self.end + _SHRINK_SECONDS)):
+            raise _Stop
+        if not shrinking and self._is_over():
+            raise _Stop
+        verdict = check(program, variant, seed=self.seed, clock=self.clock)
+        self._count(verdict, variant, shrinking)
+        unknown: Signature | None = None
+        for _, signature in signatures(verdict, variant):
+            fault = self.ledger.match(signature)
+            if fault is not None:
+                if not self.report.known[fault.id]:
+                    self.observer.known(fault)
+                self.report.known[fault.id] += 1
+            elif signature not in self.report.findings:
+                unknown = unknown or signature
+        self.observer.case(self.report)
+        if unknown is not None:
+            self._remember(unknown, program, variant, verdict)
+            self.failing_since = self.failing_since or time.monotonic()
+            raise self.classes.setdefault(unknown, type("Found", (_Found,), {}))(str(unknown))
+
+    def _too_long(self) -> bool:
+        return self.failing_since is not None and time.monotonic() - self.failing_since > _SHRINK_SECONDS * max(len(self.best), 1)
+
+    def _count(self, verdict: Verdict, variant: Subject, shrinking: bool) -> None:
+        report = self.report
+        report.num_cases += 1
+        self.num_drawn += not shrinking
+        report.statuses[verdict.status] += 1
+        if verdict.strength is not None:
+            report.strengths[verdict.strength] += 1
+        report.num_fired += verdict.num_fired > 0
+        counts = report.fired.setdefault(variant.label, [0, 0])
+        counts[0] += verdict.num_fired > 0
+        counts[1] += 1
+        if verdict.status == "INCONCLUSIVE":
+            report.inconclusive[f"{verdict.reasons[0].kind}: {verdict.reasons[0].message[:120]}"] += 1
+
+    def _remember(self, signature: Signature, program: Program, variant: Subject, verdict: Verdict) -> None:
+        size = _size(program)
+        best = self.best.get(signature)
+        if best is None or size < best.size:
+            self.best[signature] = _Best(program, variant, verdict, size)
+
+    def _store(self) -> None:
+        """Write what was found, the smallest program of each signature, before it is announced."""
+        for signature, best in sorted(self.best.items()):
+            path = self.out / file_name(signature)
+            finding = Finding(
+                signature=signature,
+                program=best.program,
+                subject=best.variant.name,
+                options=dict(best.variant.options),
+                verdict=best.verdict,
+                environment=environment(),
+                command=f"harness replay {shlex.quote(str(path))}",
+                seed=self.seed,
+            )
+            store_finding(finding, self.out)
+            self.report.findings[signature] = path
+            self.observer.found(finding, path)
+        self.best.clear()
+
+
+def _size(program: Program) -> tuple[int, ...]:
+    """Smaller programs come first: fewer ranks, ops, inputs, elements."""
+    elements = 0
+    for spec in program.inputs:
+        numel = 1
+        for size in spec.shape:
+            numel *= size
+        elements += numel
+    return (program.world_size, len(program.ops), len(program.inputs), len(program.outputs), elements, len(program.groups))
+

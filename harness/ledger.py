@@ -1,0 +1,134 @@
+"""The ledger: faults of the installed torch that are known, each understood to its root cause.
+
+``golden/known_failures.toml`` has one table ``[[fault]]`` a fault. A failing check matches an entry when torch's version is in
+its range and every field of the entry's signature fits; fields may hold ``*`` and ``?`` as in file names.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from datetime import date
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import Version
+
+from harness.errors import InvalidProgram
+from harness.spec.program import LIMITS
+from harness.spec.protocols import OptionValue
+from harness.spec.verdict import Signature
+
+__all__ = ["Fault", "Ledger", "golden_folder", "installed_torch", "load_ledger"]
+
+
+class Fault(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One known fault.
+
+    Attributes:
+        id: short and lasting, as ``bucketing-single-user``.
+        feature, subject, law, kind, detail: of the signature; may hold wildcards.
+        torch: the versions that have it, as a PEP 440 specifier.
+        summary: one line: what is wrong where.
+        program: the minimal program, relative to the golden folder.
+        options: of the subject, that show it on that program.
+        upstream: the reference of the upstream issue, or empty.
+        found: when.
+    """
+
+    id: str
+    feature: str
+    subject: str
+    law: str
+    kind: str
+    torch: str
+    summary: str
+    program: str
+    options: dict[str, OptionValue]
+    found: date
+    detail: str = "*"
+    upstream: str = ""
+
+    def matches(self, signature: Signature, torch_version: str) -> bool:
+        """Whether ``signature``, seen with that torch, is this fault."""
+        if not SpecifierSet(self.torch).contains(Version(torch_version), prereleases=True):
+            return False
+        return all(
+            fnmatchcase(getattr(signature, field), _escaped(getattr(self, field)))
+            for field in ("feature", "subject", "law", "kind", "detail")
+        )
+
+
+def _escaped(pattern: str) -> str:
+    """A pattern in which ``[`` is an ordinary character."""
+    return pattern.replace("[", "[[]")
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    fault: list[Fault] = []
+
+
+class Ledger(Struct, frozen=True):
+    """All known faults, and the version of the torch that is judged."""
+
+    faults: tuple[Fault, ...]
+    torch_version: str
+
+    def match(self, signature: Signature) -> Fault | None:
+        """The known fault that ``signature`` shows, or None."""
+        return next((fault for fault in self.faults if fault.matches(signature, self.torch_version)), None)
+
+
+@lru_cache(maxsize=1)
+def installed_torch() -> str:
+    """The public version of the installed torch, without importing it; ``0`` where there is none."""
+    try:
+        return Version(metadata.version("torch")).public
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+def golden_folder() -> Path:
+    """Where the golden data are: beside the package in a checkout, inside it once installed."""
+    inside = Path(__file__).parent / "golden"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "golden"
+
+
+def load_ledger(path: Path | None = None) -> Ledger:
+    """Read the ledger; the project's own where no path is given.
+
+    Raises:
+        InvalidProgram: naming the file, the field and what is wrong.
+        OSError: the file cannot be read.
+    """
+    source = path or golden_folder() / "known_failures.toml"
+    size = source.stat().st_size
+    if size > LIMITS.file_bytes:
+        raise InvalidProgram("$", f"{size} bytes; at most {LIMITS.file_bytes} are read", source=str(source))
+    try:
+        parsed: Mapping[str, Any] = tomllib.loads(source.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidProgram("$", str(error), source=str(source)) from None
+    try:
+        faults = msgspec.convert(parsed, _File).fault
+    except msgspec.ValidationError as error:
+        text, _, where = str(error).partition(" - at `")
+        raise InvalidProgram(where.rstrip("`") or "$", text, source=str(source)) from None
+    seen: set[str] = set()
+    for i, fault in enumerate(faults):
+        try:
+            SpecifierSet(fault.torch)
+        except InvalidSpecifier:
+            raise InvalidProgram(f"$.fault[{i}].torch", f"{fault.torch!r}; must be a version range as >=2.13,<2.15", source=str(source)) from None
+        if fault.id in seen:
+            raise InvalidProgram(f"$.fault[{i}].id", f"{fault.id!r} stands twice", source=str(source))
+        if not fault.torch or {fault.law, fault.kind} & {"*", ""}:
+            raise InvalidProgram(f"$.fault[{i}]", "torch, law and kind must be given: an entry that matches everything hides everything", source=str(source))
+        seen.add(fault.id)
+    return Ledger(tuple(faults), installed_torch())
