@@ -66,7 +66,13 @@ class _Transformed(NamedTuple):
 
 
 def check(
-    program: Program, subject: Subject, *, seed: int = 0, clock: Clock | None = None, laws: Mapping[str, Law] = BUCKETING_LAWS
+    program: Program,
+    subject: Subject,
+    *,
+    seed: int = 0,
+    clock: Clock | None = None,
+    laws: Mapping[str, Law] = BUCKETING_LAWS,
+    skip_unchanged: bool = True,
 ) -> Verdict:
     """Judge what ``subject`` does to ``program``.
 
@@ -79,6 +85,8 @@ def check(
         seed: of the inputs and the field's keys; the same seed gives the same verdict.
         clock: measures the phases ``build``, ``pass``, ``run`` and ``judge``.
         laws: by name.
+        skip_unchanged: do not run what the subject left exactly as it was; the verdict is PASS and vacuous. A divergent program
+            is always run.
 
     Returns:
         FAIL with every promised law that broke (``applies`` and ``graph_valid`` end the check at once); INCONCLUSIVE where the program lies outside the subject's contract or has an unsupported operator, where it does not run itself, or the harness failed; else PASS, ``proved`` or ``tested``.
@@ -88,7 +96,7 @@ def check(
         refusal = subject.refuses(program)
         if refusal is not None:
             return _inconclusive("outside_contract", refusal)
-        return _check(program, subject, seed, timer, laws)
+        return _check(program, subject, seed, timer, laws, skip_unchanged)
     except Unsupported as error:
         return _inconclusive("unsupported", str(error))
     except Exception as error:
@@ -112,7 +120,9 @@ def _inconclusive(kind: str, message: str) -> Verdict:
     return Verdict("INCONCLUSIVE", (Reason("judged", "INCONCLUSIVE", kind, message),))
 
 
-def _check(program: Program, subject: Subject, seed: int, timer: Clock, laws: Mapping[str, Law]) -> Verdict:
+def _check(
+    program: Program, subject: Subject, seed: int, timer: Clock, laws: Mapping[str, Law], skip_unchanged: bool
+) -> Verdict:
     with timer.phase("build"):
         metas = infer_program(program)
         per_rank = [build(program, rank, metas) for rank in range(program.world_size)]
@@ -121,6 +131,8 @@ def _check(program: Program, subject: Subject, seed: int, timer: Clock, laws: Ma
     transformed = _transform(program, subject, per_rank, timer, "idempotent" in promised)
     if transformed.failure is not None:
         return Verdict("FAIL", (transformed.failure,), num_fired=transformed.num_fired)
+    if skip_unchanged and not transformed.num_fired and not program.divergent:
+        return Verdict("PASS", strength="proved")
     unsound = graphs.graph_valid(Evidence(program, (), (), transformed.graphs)) if "graph_valid" in promised else []
     if unsound:
         return Verdict("FAIL", tuple(unsound), num_fired=transformed.num_fired)
@@ -177,7 +189,7 @@ def _transform(program: Program, subject: Subject, per_rank: list[GraphModule], 
                     applied = subject.apply(gm, rank)
                 results.append(applied.graph)
                 num_fired = max(num_fired, applied.num_fired)
-                if twice and rank == 0:
+                if twice and rank == 0 and applied.num_fired:
                     was_again = _second_application(program, subject, applied.graph)
             except Unsupported:
                 raise

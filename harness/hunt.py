@@ -1,13 +1,12 @@
 """Hunting: draw programs, judge what a subject does to them, shrink and store what fails, go past what is known.
 
-On top of Hypothesis: its engine draws and shrinks. One exception class a signature tells failures apart; a failure that the ledger or
-this hunt already knows returns normally, so that the search goes on past it.
+On top of Hypothesis: its engine draws and shrinks. One exception class a signature tells failures apart; a failure that
+the ledger or this hunt already knows returns normally, so that the search goes on past it.
 """
 
 from __future__ import annotations
 
 import logging
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky, FlakyFailure, Unsatisfiable
 
 from harness.check import check, signatures
-from harness.findings import environment, file_name, store_finding
+from harness.findings import environment, store_finding
 from harness.ledger import Fault, Ledger, load_ledger
 from harness.spec.program import Program
 from harness.spec.protocols import Subject
@@ -33,6 +32,7 @@ __all__ = ["PHASES", "HuntReport", "Observer", "PhaseClock", "hunt"]
 PHASES = ("draw", "build", "pass", "run", "judge")
 _ROUND_CASES = 2_000
 _SHRINK_SECONDS = 20.0
+_LAST_SHRINK_SHARE = 0.25
 
 
 class PhaseClock:
@@ -57,8 +57,11 @@ class Observer:
     def case(self, report: HuntReport) -> None:
         """A case was judged."""
 
+    def seen(self, finding: Finding, path: Path) -> None:
+        """A new failure was stored at ``path`` as it was drawn; shrinking it begins."""
+
     def found(self, finding: Finding, path: Path) -> None:
-        """A finding was stored at ``path``."""
+        """A finding was stored at ``path``, as small as it became."""
 
     def known(self, fault: Fault) -> None:
         """A fault of the ledger was met for the first time in this hunt."""
@@ -73,6 +76,7 @@ class HuntReport:
         statuses: how many verdicts of each status.
         strengths: how many passes were proved, and how many tested.
         num_fired: cases in which the subject changed something.
+        num_vacuous: passes on which it changed nothing.
         fired: the same by the subject's label, with the number of cases it was drawn for.
         known: how often each fault of the ledger was met, by id.
         inconclusive: how often each reason kept a case from being judged.
@@ -86,6 +90,7 @@ class HuntReport:
     statuses: Counter[str] = field(default_factory=Counter)
     strengths: Counter[str] = field(default_factory=Counter)
     num_fired: int = 0
+    num_vacuous: int = 0
     fired: dict[str, list[int]] = field(default_factory=dict)
     known: Counter[str] = field(default_factory=Counter)
     inconclusive: Counter[str] = field(default_factory=Counter)
@@ -99,8 +104,18 @@ class HuntReport:
         """1 where something unknown failed, 3 where nothing was judged or nothing ever fired, else 0."""
         if self.findings:
             return 1
-        judged = self.statuses["PASS"] + self.statuses["FAIL"]
-        return 0 if judged and self.num_fired else 3
+        return 0 if self.why_not_judged is None else 3
+
+    @property
+    def why_not_judged(self) -> str | None:
+        """Why this hunt says nothing about its subject, or None where it does."""
+        if not self.num_cases:
+            return "no case was drawn" + (" before it was interrupted" if self.interrupted else "")
+        if self.num_fired or self.statuses["FAIL"]:
+            return None
+        if self.statuses["PASS"]:
+            return f"the subject changed nothing in {self.num_cases} cases, so that every law held vacuously"
+        return "; ".join(f"{number} x {reason}" for reason, number in self.inconclusive.most_common(3))
 
     @property
     def own_share(self) -> float:
@@ -122,6 +137,7 @@ class _Best:
     variant: Subject
     verdict: Verdict
     size: tuple[int, ...]
+    path: Path | None = None
 
 
 def hunt(
@@ -138,15 +154,20 @@ def hunt(
 ) -> HuntReport:
     """Hunt until time or cases are used up.
 
+    A failure found near the end is still shrunk for a while: a quarter of the time, 20 seconds at most.
+
     Args:
         features: whose programs to draw; all where empty. Each gets an equal share.
         subject: gives the subject of a feature.
         seconds, cases: the limit; 60 seconds where neither is given.
         seed: the same seed draws the same programs.
         world_size: of all programs; 2 and 4 where left out.
-        out: the folder that findings are written to.
+        out: the folder that findings are written to, each as soon as it is seen, and again once it is smaller.
         observer: told of cases and findings.
         ledger: of known faults; the project's own where left out.
+
+    Raises:
+        OSError: a finding cannot be written.
     """
     names = list(features) or list(FEATURES)
     report = HuntReport()
@@ -157,7 +178,10 @@ def hunt(
         for i, name in enumerate(names):
             end = None if budget is None else start + budget * (i + 1) / len(names)
             limit = None if cases is None else cases // len(names) + (i < cases % len(names))
-            _Hunter(name, subject(name), world_size, known, report, observer or Observer(), out).run(end, limit, seed)
+            grace = 0.0 if budget is None else min(_SHRINK_SECONDS, budget * _LAST_SHRINK_SHARE)
+            _Hunter(name, subject(name), world_size, known, report, observer or Observer(), out).run(
+                end, limit, seed, grace
+            )
     except KeyboardInterrupt:
         report.interrupted = True
     report.seconds = time.monotonic() - start
@@ -169,7 +193,14 @@ class _Hunter:
     """The hunt of one feature."""
 
     def __init__(
-        self, feature: str, subject: Subject, world_size: int | None, ledger: Ledger, report: HuntReport, observer: Observer, out: Path
+        self,
+        feature: str,
+        subject: Subject,
+        world_size: int | None,
+        ledger: Ledger,
+        report: HuntReport,
+        observer: Observer,
+        out: Path,
     ) -> None:
         self.feature = feature
         self.variants = subject.variants()
@@ -184,31 +215,42 @@ class _Hunter:
         self.classes: dict[Signature, type[_Found]] = {}
         self.seed = 0
         self.end: float | None = None
+        self.grace = 0.0
         self.limit: int | None = None
         self.num_drawn = 0
         self.failing_since: float | None = None
 
-    def run(self, end: float | None, limit: int | None, seed: int) -> None:
-        """Rounds of Hypothesis runs with fresh seeds; what one round found is known to the next."""
-        self.end, self.limit, self.seed = end, limit, seed
+    def run(self, end: float | None, limit: int | None, seed: int, grace: float = 0.0) -> None:
+        """Rounds of Hypothesis runs with fresh seeds; what one round found is known to the next.
+
+        Args:
+            end: when no more cases are drawn, by ``time.monotonic``.
+            limit: how many cases are drawn at most.
+            seed: of all rounds together.
+            grace: for how many seconds after ``end`` a failure may still be shrunk.
+        """
+        self.end, self.limit, self.seed, self.grace = end, limit, seed, grace
         number = 0
         logging.getLogger("torch").setLevel(logging.CRITICAL)
         try:
             while not self._is_over():
+                before = self.report.num_cases
                 left = _ROUND_CASES if self.limit is None else min(_ROUND_CASES, self.limit - self.num_drawn)
                 self._round(seed * 1_000_003 + number, left)
                 number += 1
-                self._store()
-        except _Stop:
-            pass
+                self._announce()
+                if self.report.num_cases == before:
+                    break
         finally:
-            self._store()
+            self._announce()
             totals = self.report.phase_seconds
             for name, spent in self.clock.seconds.items():
                 totals[name] = totals.get(name, 0.0) + spent
 
     def _is_over(self) -> bool:
-        return (self.end is not None and time.monotonic() >= self.end) or (self.limit is not None and self.num_drawn >= self.limit)
+        return (self.end is not None and time.monotonic() >= self.end) or (
+            self.limit is not None and self.num_drawn >= self.limit
+        )
 
     def _round(self, seed: int, cases: int) -> None:
         self.failing_since = None
@@ -232,14 +274,16 @@ class _Hunter:
 
         try:
             case()
-        except (_Found, ExceptionGroup, Flaky, FlakyFailure, Unsatisfiable):
+        except (_Stop, _Found, Flaky, FlakyFailure, Unsatisfiable):
             pass
+        except ExceptionGroup as group:
+            others = group.split((_Found, Flaky))[1]
+            if others is not None:
+                raise others from None
 
     def _judge(self, program: Program, variant: Subject) -> None:
         shrinking = self.failing_since is not None
-        if shrinking and (self._too_long() or (self.end is not None and time.monotonic() >= self.end + _SHRINK_SECONDS)):
-            raise _Stop
-        if not shrinking and self._is_over():
+        if self._too_long() if shrinking else self._is_over():
             raise _Stop
         verdict = check(program, variant, seed=self.seed, clock=self.clock)
         self._count(verdict, variant, shrinking)
@@ -259,7 +303,10 @@ class _Hunter:
             raise self.classes.setdefault(unknown, type("Found", (_Found,), {}))(str(unknown))
 
     def _too_long(self) -> bool:
-        return self.failing_since is not None and time.monotonic() - self.failing_since > _SHRINK_SECONDS * max(len(self.best), 1)
+        now = time.monotonic()
+        if self.end is not None and now >= self.end + self.grace:
+            return True
+        return self.failing_since is not None and now - self.failing_since > _SHRINK_SECONDS * max(len(self.best), 1)
 
     def _count(self, verdict: Verdict, variant: Subject, shrinking: bool) -> None:
         report = self.report
@@ -269,6 +316,7 @@ class _Hunter:
         if verdict.strength is not None:
             report.strengths[verdict.strength] += 1
         report.num_fired += verdict.num_fired > 0
+        report.num_vacuous += verdict.is_vacuous
         counts = report.fired.setdefault(variant.label, [0, 0])
         counts[0] += verdict.num_fired > 0
         counts[1] += 1
@@ -276,29 +324,39 @@ class _Hunter:
             report.inconclusive[f"{verdict.reasons[0].kind}: {verdict.reasons[0].message[:120]}"] += 1
 
     def _remember(self, signature: Signature, program: Program, variant: Subject, verdict: Verdict) -> None:
+        """Keep the smallest failure of each signature; the first is written at once, so that no crash loses it."""
         size = _size(program)
         best = self.best.get(signature)
-        if best is None or size < best.size:
+        if best is None:
             self.best[signature] = _Best(program, variant, verdict, size)
+            self.observer.seen(*self._store(signature))
+        elif size < best.size:
+            self.best[signature] = _Best(program, variant, verdict, size, best.path)
 
-    def _store(self) -> None:
-        """Write what was found, the smallest program of each signature, before it is announced."""
-        for signature, best in sorted(self.best.items()):
-            path = self.out / file_name(signature)
-            finding = Finding(
-                signature=signature,
-                program=best.program,
-                subject=best.variant.name,
-                options=dict(best.variant.options),
-                verdict=best.verdict,
-                environment=environment(),
-                command=f"harness replay {shlex.quote(str(path))}",
-                seed=self.seed,
-            )
-            store_finding(finding, self.out)
+    def _store(self, signature: Signature) -> tuple[Finding, Path]:
+        best = self.best[signature]
+        finding = Finding(
+            signature=signature,
+            program=best.program,
+            subject=best.variant.name,
+            options=dict(best.variant.options),
+            verdict=best.verdict,
+            environment=environment(),
+            command="",
+            seed=self.seed,
+        )
+        stored = store_finding(finding, self.out, replacing=best.path)
+        if stored.is_new:
+            best.path = stored.path
+        return finding, stored.path
+
+    def _announce(self) -> None:
+        """Write the smallest program of each signature, then tell of it."""
+        for signature in sorted(self.best):
+            finding, path = self._store(signature)
+            del self.best[signature]
             self.report.findings[signature] = path
             self.observer.found(finding, path)
-        self.best.clear()
 
 
 def _size(program: Program) -> tuple[int, ...]:
@@ -309,5 +367,5 @@ def _size(program: Program) -> tuple[int, ...]:
         for size in spec.shape:
             numel *= size
         elements += numel
-    return (program.world_size, len(program.ops), len(program.inputs), len(program.outputs), elements, len(program.groups))
-
+    counts = (len(program.ops), len(program.inputs), len(program.outputs))
+    return (program.world_size, *counts, elements, len(program.groups))

@@ -1,13 +1,13 @@
 """The ledger: faults of the installed torch that are known, each understood to its root cause.
 
-``golden/known_failures.toml`` has one table ``[[fault]]`` a fault. A failing check matches an entry when torch's version is in
-its range and every field of the entry's signature fits; fields may hold ``*`` and ``?`` as in file names.
+``golden/known_failures.toml`` has one table ``[[fault]]`` a fault. A failing check matches an entry when torch's
+version is in its range and every field of the entry's signature fits; fields may hold ``*`` and ``?`` as in file names.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import date
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -120,15 +120,25 @@ def load_ledger(path: Path | None = None) -> Ledger:
     except msgspec.ValidationError as error:
         text, _, where = str(error).partition(" - at `")
         raise InvalidProgram(where.rstrip("`") or "$", text, source=str(source)) from None
+    for field, reason in _faults_of(faults):
+        raise InvalidProgram(field, reason, source=str(source))
+    return Ledger(tuple(faults), installed_torch())
+
+
+def _faults_of(entries: list[Fault]) -> Iterator[tuple[str, str]]:
+    """Every way in which the entries say too little, too much, or the same twice."""
     seen: set[str] = set()
-    for i, fault in enumerate(faults):
+    for i, fault in enumerate(entries):
+        path = f"$.fault[{i}]"
         try:
             SpecifierSet(fault.torch)
         except InvalidSpecifier:
-            raise InvalidProgram(f"$.fault[{i}].torch", f"{fault.torch!r}; must be a version range as >=2.13,<2.15", source=str(source)) from None
-        if fault.id in seen:
-            raise InvalidProgram(f"$.fault[{i}].id", f"{fault.id!r} stands twice", source=str(source))
-        if not fault.torch or {fault.law, fault.kind} & {"*", ""}:
-            raise InvalidProgram(f"$.fault[{i}]", "torch, law and kind must be given: an entry that matches everything hides everything", source=str(source))
+            yield f"{path}.torch", f"{fault.torch!r}; must be a version range as >=2.13,<2.15"
+        if not fault.id or fault.id in seen:
+            yield f"{path}.id", f"{fault.id!r} stands twice" if fault.id else "empty; must be a name of its own"
+        for field in ("torch", "law", "kind"):
+            if getattr(fault, field) in ("", "*"):
+                yield f"{path}.{field}", "must be given: an entry that matches everything hides everything"
+        if not fault.summary.strip() or "\n" in fault.summary:
+            yield f"{path}.summary", "must be one line that says what is wrong where"
         seen.add(fault.id)
-    return Ledger(tuple(faults), installed_torch())

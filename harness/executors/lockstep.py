@@ -562,9 +562,14 @@ def _carry_out(slot: list[_Started], field: Field) -> None:
 
 
 def _exchange(slot: list[_Started], inputs: list[Tensor], outputs: list[Any], field: Field | None) -> None:
-    """One tensor's part of a collective, on flattened inputs; ``field`` is None for the concrete halves."""
+    """One tensor's part of a collective, on flattened inputs; ``field`` is None for the concrete halves.
+
+    Bools move as bytes, as on a real backend: memory that holds something else than 0 and 1 comes through unchanged.
+    """
     first = slot[0]
     kind = first.kind
+    if inputs[0].dtype is torch.bool:
+        inputs, outputs = [x.view(torch.uint8) for x in inputs], [x.view(torch.uint8) for x in outputs]
     if kind == "all_gather":
         gathered = torch.cat(inputs)
         for output in outputs:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from harness.graph.analysis import Ancestors, collectives, is_collective, is_wait, resolve, start_of, target_name, tensor_meta, waits
+from harness.graph.analysis import (
+    Ancestors,
+    collectives,
+    is_collective,
+    is_wait,
+    resolve,
+    start_of,
+    target_name,
+    tensor_meta,
+    waits,
+)
 from harness.graph.build import build, emit, emit_item, fake_mode
 from harness.graph.fake_world import fake_world
-from harness.graph.read import program_from_graphs, trace
+from harness.graph.read import program_from_graphs
+from harness.graph.tracing import trace
 
 __all__ = [
     "Ancestors",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from harness.errors import Unsupported
+from harness.graph.private import private
 from harness.ops import TABLE
 from harness.spec.meta import TensorMeta
 
@@ -21,8 +22,11 @@ __all__ = [
     "collectives",
     "is_collective",
     "is_wait",
+    "name_of",
     "resolve",
+    "schema_of",
     "start_of",
+    "storage_key",
     "target_name",
     "tensor_meta",
     "waits",
@@ -43,35 +47,69 @@ def resolve(target: str) -> Any:
     Raises:
         Unsupported: the installed torch has no such operator.
     """
-    namespace, name, overload = target.split(".")
-    if namespace in _REGISTERED_BY:
-        importlib.import_module(_REGISTERED_BY[namespace])
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.partition(".")
+    if not (namespace and name and overload):
+        raise Unsupported(target, None, "no overload's full name; must be as aten.add.Tensor")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    except AttributeError as error:
-        raise Unsupported(target, None, f"the installed torch has no such operator ({error})") from None
+        if namespace in _REGISTERED_BY:
+            importlib.import_module(_REGISTERED_BY[namespace])
+        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except (AttributeError, ImportError) as error:
+        raise Unsupported(target, None, f"torch {torch.__version__} has no such operator ({error})") from None
+    if not isinstance(found, private("torch._ops", "OpOverload")):
+        raise Unsupported(target, None, f"torch {torch.__version__} has something else by that name: {found!r}")
+    return found
 
 
 @lru_cache(maxsize=None)
-def _name_of(target: Any) -> str:
+def name_of(target: Any) -> str:
+    """The name of a call's target: ``aten.add.Tensor`` of an overload, ``getitem``, else the function's own."""
     if target is operator.getitem:
         return "getitem"
-    if isinstance(target, torch._ops.OpOverload):
-        namespace, name = target._schema.name.split("::")
-        return f"{namespace}.{name}.{target._overloadname}"
+    if isinstance(target, private("torch._ops", "OpOverload")):
+        schema = schema_of(target)
+        namespace, name = schema.name.split("::")
+        return f"{namespace}.{name}.{schema.overload_name or 'default'}"
     return str(getattr(target, "__name__", target))
 
 
+def schema_of(overload: Any) -> Any:
+    """The schema of an overload: its ``name``, ``overload_name``, ``arguments`` and ``returns``.
+
+    Raises:
+        Unsupported: ``overload`` has none, or the installed torch keeps it elsewhere.
+    """
+    try:
+        return overload._schema
+    except AttributeError:
+        raise Unsupported(str(overload), None, f"torch {torch.__version__} gives no schema of it") from None
+
+
 def target_name(node: Node) -> str:
-    """``aten.add.Tensor`` for a call of that overload, ``getitem`` for ``operator.getitem``, else what the target is called."""
-    return _name_of(node.target) if callable(node.target) else str(node.target)
+    """``aten.add.Tensor`` for a call of that overload, ``getitem`` for ``operator.getitem``, else the target's name."""
+    return name_of(node.target) if callable(node.target) else str(node.target)
 
 
 def tensor_meta(value: Tensor) -> TensorMeta:
     """The metadata of a tensor; ``storage`` is an identity that holds while the tensor lives."""
     return TensorMeta(
-        tuple(value.shape), tuple(value.stride()), str(value.dtype)[6:], int(value.storage_offset()), value.untyped_storage()._cdata
+        tuple(value.shape), tuple(value.stride()), str(value.dtype)[6:], int(value.storage_offset()), storage_key(value)
     )
+
+
+def storage_key(value: Tensor) -> int:
+    """An identity of the tensor's storage that holds while the tensor lives; tensors that share memory have the same.
+
+    Raises:
+        Unsupported: the installed torch gives none.
+    """
+    try:
+        return int(value.untyped_storage()._cdata)
+    except AttributeError as error:
+        raise Unsupported(
+            "the identity of a storage", None, f"torch {torch.__version__} gives none ({error})"
+        ) from None
 
 
 def is_collective(node: Node) -> bool:
@@ -93,7 +131,10 @@ def collectives(graph: Graph) -> list[Node]:
 
 
 def waits(start: Node) -> list[Node]:
-    """The waits on a collective's result, directly or through the items of a coalesced one, in order of use."""
+    """The waits on a collective's result, directly or through the items of a coalesced one, in order of use.
+
+    A wait on a view of the result is not among them, though ``start_of`` finds its start.
+    """
     found: list[Node] = []
     for user in start.users:
         if is_wait(user):
@@ -119,8 +160,8 @@ def start_of(wait: Node) -> Node | None:
 class Ancestors:
     """Answers whether one node depends on another, for a graph that does not change meanwhile.
 
-    Only ``of`` nodes are tracked: every node has a bit set of the tracked nodes that it depends on, so that building takes time
-    linear in nodes and edges, times the number of tracked nodes over the machine's word.
+    Only ``of`` nodes are tracked: every node has a bit set of the tracked nodes that it depends on, so that building
+    takes time linear in nodes and edges, times the number of tracked nodes over the machine's word.
     """
 
     def __init__(self, graph: Graph, of: Iterable[Node] | None = None) -> None:
@@ -134,5 +175,9 @@ class Ancestors:
             self._above[node] = above
 
     def reaches(self, source: Node, target: Node) -> bool:
-        """Whether ``target`` depends on ``source``, directly or not; a node does not depend on itself."""
+        """Whether ``target`` depends on ``source``, directly or not; a node does not depend on itself.
+
+        Raises:
+            KeyError: ``source`` is not tracked, or either is no node of the graph as it was.
+        """
         return bool(self._above[target] & self._bit[source])

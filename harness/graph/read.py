@@ -1,51 +1,37 @@
-"""From traced graphs to a Program: functional collectives and aten, one graph a rank, folded into one SPMD program.
+"""From graphs of functional collectives and aten, one a rank, to one SPMD Program.
 
-What differs between ranks only in constants becomes ``PerRank``; a statement that some ranks lack gets ``Op.ranks``, and the
-program is marked divergent.
+What differs between ranks only in numbers becomes ``PerRank``; a statement that some ranks lack, or run on other
+operands, gets ``Op.ranks``, and the Program is marked divergent.
 """
 
 from __future__ import annotations
 
-import ctypes
-import difflib
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from harness.errors import InvalidProgram, Unsupported
-from harness.graph.analysis import target_name
-from harness.graph.fake_world import fake_world
+from harness.graph.align import align
+from harness.graph.analysis import schema_of, target_name
+from harness.graph.fold_groups import GroupFold, Members
+from harness.graph.per_rank import is_uniform, rank_metas
+from harness.graph.specs import input_specs
 from harness.ops import TABLE, infer_program
-from harness.spec.dtypes import DTYPES
-from harness.spec.program import (
-    Arg,
-    DTypeArg,
-    FloatArg,
-    Group,
-    GroupArg,
-    Op,
-    PerRank,
-    Program,
-    Ref,
-    TensorSpec,
-    contiguous_stride,
-    structural_faults,
-)
+from harness.spec.program import Arg, DTypeArg, FloatArg, Group, GroupArg, Op, PerRank, Program, Ref, structural_faults
 
-__all__ = ["program_from_graphs", "trace"]
+__all__ = ["program_from_graphs"]
 
-_DROPPED = frozenset({"device", "layout", "pin_memory", "non_blocking"})
-_LEGACY = {"c10d_functional": "_c10d_functional"}
-
-Members = Callable[[int, str], tuple[int, ...]]
+_DROPPED: Final = frozenset({"device", "layout", "pin_memory", "non_blocking"})
+_LEGACY: Final = {"c10d_functional.wait_tensor.default": "_c10d_functional.wait_tensor.default"}
+_ALIAS: Final = "aten.alias.default"
+_OP_PATH: Final = re.compile(r"^\$\.ops\[(\d+)\]")
 
 
 class _Statement(NamedTuple):
@@ -53,158 +39,169 @@ class _Statement(NamedTuple):
 
     target: str
     args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
+    kwargs: dict[str, Any]
     node: Node
 
 
-def trace(
-    function: Callable[..., Any], inputs: Callable[[int, int], Sequence[Tensor]], world_size: int
+class _Rank(NamedTuple):
+    """One rank's graph: its statements, what it returns, and the value of each node seen so far."""
+
+    statements: list[_Statement]
+    outputs: list[Node]
+    refs: dict[Node, Ref]
+
+
+def program_from_graphs(
+    graphs: Sequence[GraphModule],
+    inputs: Sequence[Sequence[Tensor]] | None = None,
+    groups: Sequence[Group] | Members = (),
 ) -> Program:
-    """The Program of a Python function with functional collectives, traced once a rank in a fake world.
-
-    Args:
-        function: takes tensors, returns a tensor or a tuple of tensors.
-        inputs: gives the tensors of ``(rank, world_size)``; their values become the Program's data.
-        world_size: the number of ranks.
-
-    Raises:
-        Unsupported: an operator that is not in the table, with its node; an input that is no plain tensor.
-    """
-    graphs: list[GraphModule] = []
-    values: list[list[Tensor]] = []
-    groups: dict[tuple[int, str], tuple[int, ...]] = {}
-    for rank in range(world_size):
-        with fake_world(world_size, rank):
-            given = list(inputs(rank, world_size))
-            for i, value in enumerate(given):
-                if type(value) not in (Tensor, torch.nn.Parameter):
-                    raise Unsupported(type(value).__name__, f"input {i} of rank {rank}", "inputs must be plain tensors")
-            gm = make_fx(_tupled(function), tracing_mode="fake")(*given)
-            for name in _group_names(gm):
-                groups[rank, name] = tuple(dist.get_process_group_ranks(c10d._resolve_process_group(name)))  # type: ignore[arg-type]
-        constants = _lift_constants(gm)
-        graphs.append(gm)
-        values.append([*given, *constants])
-    return program_from_graphs(graphs, values, lambda rank, name: groups[rank, name])
-
-
-def program_from_graphs(graphs: Sequence[GraphModule], inputs: Sequence[Sequence[Tensor]], members: Members) -> Program:
     """One Program of one graph a rank.
 
     Args:
         graphs: in rank order.
-        inputs: the tensors of each rank's placeholders.
-        members: the ranks of the group that a rank calls by a name.
+        inputs: the tensors of each rank's placeholders; their values become data. None: what the placeholders'
+            ``meta["val"]`` says, without values.
+        groups: the process groups that the graphs name, which become the Program's; or a function that gives the ranks
+            of the group that a rank calls by a name, the partitions then being put together from what is used.
 
     Raises:
-        Unsupported: an operator outside the table; ranks whose inputs differ in number, shape or dtype.
+        Unsupported: an operator or argument outside the table, with its node; a group that is not known; inputs that
+            differ between ranks, see ``harness.graph.specs.input_specs``; an output that is no tensor.
+        InvalidProgram: an operator's precondition is broken; the reason names the node.
     """
-    world_size = len(graphs)
-    specs = _specs(inputs)
-    per_rank = [_statements(gm) for gm in graphs]
-    merged = _align([[s.target for s in statements] for statements in per_rank])
-    groups: dict[tuple[tuple[int, ...], ...], Group] = {}
-    refs: list[dict[Node, Ref]] = [_placeholder_refs(gm) for gm in graphs]
-    ops: list[Op] = []
-    for row in merged:
-        for ranks, args, kwargs in _agreeing(row, per_rank, refs, members, groups, world_size):
-            number = len(specs) + len(ops)
-            for rank in ranks:
-                refs[rank][per_rank[rank][row[rank]].node] = Ref(number)
-            target = per_rank[ranks[0]][row[ranks[0]]].target
-            ops.append(Op(target, args, kwargs, None if len(ranks) == world_size else ranks))
-    outputs = _outputs(graphs, refs)
-    uneven = any({r for part in parts for r in part} != set(range(world_size)) or len({len(p) for p in parts}) > 1 for parts in groups)
-    divergent = uneven or any(op.ranks is not None for op in ops)
-    program = Program(world_size, tuple(groups.values()), specs, tuple(ops), outputs, divergent)
-    for path, reason in structural_faults(program):
-        raise InvalidProgram(path, reason)
-    infer_program(program)
+    placeholders = [[n for n in gm.graph.nodes if n.op == "placeholder"] for gm in graphs]
+    given = [[n.meta["val"] for n in nodes] for nodes in placeholders] if inputs is None else inputs
+    specs, numbers = input_specs(given)
+    ranks = [
+        _Rank(_statements(gm), _returned(gm), {n: Ref(number) for n, number in zip(nodes, numbers, strict=True)})
+        for gm, nodes in zip(graphs, placeholders, strict=True)
+    ]
+    fold = _Fold(ranks, len(specs), GroupFold(len(graphs), groups))
+    fold.statements()
+    outputs = fold.outputs()
+    found, ops = fold.groups.groups(), fold.named_ops()
+    divergent = any(op.ranks is not None for op in ops) or any(_is_uneven(g, len(graphs)) for g in found)
+    program = Program(len(graphs), found, specs, tuple(ops), outputs, divergent)
+    _validate(program, fold.origins)
     return program
 
 
-def _tupled(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    def call(*args: Tensor) -> tuple[Any, ...]:
-        result = function(*args)
-        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+class _Fold:
+    """The merged program in the making; ``origins`` has a node for each op."""
 
-    return call
+    def __init__(self, ranks: Sequence[_Rank], num_inputs: int, groups: GroupFold) -> None:
+        self.ranks = ranks
+        self.num_inputs = num_inputs
+        self.groups = groups
+        self.ops: list[Op] = []
+        self.origins: list[str] = []
+        self._group_numbers: dict[int, int] = {}
 
+    def statements(self) -> None:
+        for row in align([[s.target for s in rank.statements] for rank in self.ranks]):
+            for members in self._agreeing({rank: self.ranks[rank].statements[i] for rank, i in row.items()}):
+                self._add(members)
 
-def _name(node: Node) -> str:
-    name = target_name(node)
-    namespace, dot, rest = name.partition(".")
-    return _LEGACY.get(namespace, namespace) + dot + rest
+    def outputs(self) -> tuple[Ref, ...]:
+        """What the ranks return; where only some of those that compute a value return it, an alias on them alone."""
+        returned = [[_ref(node, rank.refs) for node in rank.outputs] for rank in self.ranks]
+        result: list[Ref] = []
+        for row in align(returned):
+            first = min(row)
+            ref = returned[first][row[first]]
+            number = ref.value - self.num_inputs
+            computing = None if number < 0 else self.ops[number].ranks
+            if len(row) < (len(self.ranks) if computing is None else len(computing)):
+                ref = self._append(Op(_ALIAS, (ref,), {}, tuple(sorted(row))), "output")
+            result.append(ref)
+        return tuple(result)
 
+    def named_ops(self) -> list[Op]:
+        """The ops, with the names that the groups have got."""
+        names = [group.name for group in self.groups.groups()]
+        result = list(self.ops)
+        for i, number in self._group_numbers.items():
+            spec = TABLE[result[i].target].collective
+            assert spec is not None
+            args = list(result[i].args)
+            args[spec.group] = GroupArg(names[number])
+            result[i] = Op(result[i].target, tuple(args), result[i].kwargs, result[i].ranks)
+        return result
 
-def _group_names(gm: GraphModule) -> list[str]:
-    names: dict[str, None] = {}
-    for node in gm.graph.nodes:
-        spec = TABLE.get(_name(node)) if node.op == "call_function" else None
-        if spec is not None and spec.collective is not None:
-            names[str(node.args[spec.collective.group])] = None
-    return list(names)
-
-
-def _lift_constants(gm: GraphModule) -> list[Tensor]:
-    """Make placeholders of the tensors that the function made up while it was traced; their values are returned."""
-    values: list[Tensor] = []
-    last = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for node in list(gm.graph.nodes):
-        if node.op != "get_attr":
-            continue
-        values.append(getattr(gm, str(node.target)).detach())
-        with gm.graph.inserting_after(last[-1]) if last else gm.graph.inserting_before(next(iter(gm.graph.nodes))):
-            placeholder = gm.graph.placeholder(f"constant_{len(values)}")
-        placeholder.meta.update(node.meta)
-        last.append(placeholder)
-        node.replace_all_uses_with(placeholder)
-        gm.graph.erase_node(node)
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function" and target_name(node) in ("aten.lift_fresh_copy.default", "aten.lift_fresh.default"):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            gm.graph.erase_node(node)
-    return values
-
-
-def _specs(inputs: Sequence[Sequence[Tensor]]) -> tuple[TensorSpec, ...]:
-    first = inputs[0]
-    for rank, values in enumerate(inputs):
-        mine = [(tuple(v.shape), v.dtype) for v in values]
-        if mine != [(tuple(v.shape), v.dtype) for v in first]:
-            raise Unsupported("inputs", f"rank {rank}", f"{mine}; rank 0 has {[(tuple(v.shape), v.dtype) for v in first]}")
-    specs: list[TensorSpec] = []
-    bases: dict[int, int] = {}
-    for i, value in enumerate(first):
-        dtype = str(value.dtype)[6:]
-        if dtype not in DTYPES:
-            raise Unsupported(dtype, f"input {i}", "not a dtype of the table")
-        storage = value.untyped_storage()._cdata
-        base = bases.get(storage)
-        shares = base is not None and specs[base].dtype == dtype and value.numel() > 0
-        stride = tuple(value.stride())
-        data = None if shares else tuple(_bytes(values[i]) for values in inputs)
-        if not shares:
-            bases[storage] = i
-        specs.append(
-            TensorSpec(
-                tuple(value.shape),
-                dtype,
-                None if stride == contiguous_stride(tuple(value.shape)) else stride,
-                value.storage_offset(),
-                value.requires_grad,
-                base if shares else None,
-                None,
-                data,
+    def _agreeing(self, statements: Mapping[int, _Statement]) -> list[dict[int, _Statement]]:
+        """The ranks of one row, parted by whether their arguments can be written as one statement."""
+        parted: dict[Any, dict[int, _Statement]] = {}
+        for rank, statement in statements.items():
+            shape = _shape(
+                (statement.args, tuple(statement.kwargs.items())), self.ranks[rank].refs, _group_at(statement)
             )
-        )
-    return tuple(specs)
+            parted.setdefault(shape, {})[rank] = statement
+        result: list[dict[int, _Statement]] = []
+        for members in parted.values():
+            first = next(iter(members.values()))
+            at = _group_at(first)
+            if at is None:
+                result.append(members)
+                continue
+            try:
+                split = list(self.groups.split({rank: str(s.args[at]) for rank, s in members.items()}))
+            except KeyError as error:
+                raise Unsupported(
+                    f"group {error}", first.node.name, "no group of that name is known to the rank"
+                ) from None
+            result.extend({rank: members[rank] for rank in names} for names in split)
+        return result
 
+    def _add(self, members: Mapping[int, _Statement]) -> None:
+        ranks, statements = list(members), list(members.values())
+        first = statements[0]
+        at = _group_at(first)
+        group = None if at is None else self.groups.number({rank: str(s.args[at]) for rank, s in members.items()})
 
-def _bytes(value: Tensor) -> bytes:
-    flat = value.detach().contiguous()
-    size = flat.numel() * flat.element_size()
-    return ctypes.string_at(flat.data_ptr(), size) if size else b""
+        def merged(values: list[Any]) -> Any:
+            return self._argument(values, ranks, first)
+
+        args = tuple("" if i == at else merged([s.args[i] for s in statements]) for i in range(len(first.args)))
+        kwargs = {key: merged([s.kwargs[key] for s in statements]) for key in first.kwargs}
+        if group is not None:
+            self._group_numbers[len(self.ops)] = group
+        everyone = len(ranks) == len(self.ranks)
+        ref = self._append(Op(first.target, args, kwargs, None if everyone else tuple(ranks)), first.node.name)
+        for rank, statement in members.items():
+            self.ranks[rank].refs[statement.node] = ref
+
+    def _append(self, op: Op, origin: str) -> Ref:
+        self.ops.append(op)
+        self.origins.append(origin)
+        return Ref(self.num_inputs + len(self.ops) - 1)
+
+    def _argument(self, values: list[Any], ranks: Sequence[int], statement: _Statement) -> Arg:
+        first = values[0]
+        if isinstance(first, Node):
+            return _ref(first, self.ranks[ranks[0]].refs)
+        if isinstance(first, (tuple, list)):
+            items = [self._argument([v[k] for v in values], ranks, statement) for k in range(len(first))]
+            return tuple(items)  # type: ignore[arg-type]
+        if isinstance(first, torch.dtype):
+            return DTypeArg(str(first)[6:])
+        if isinstance(first, torch.memory_format):
+            return str(first)[6:]
+        if first is None or isinstance(first, (bool, str)):
+            return first
+        if isinstance(first, float) and not math.isfinite(first):
+            return FloatArg("nan" if math.isnan(first) else "inf" if first > 0 else "-inf")
+        if type(first) not in (int, float):
+            raise Unsupported(
+                type(first).__name__,
+                statement.node.name,
+                f"argument {first!r} of {statement.target} cannot be written in a Program",
+            )
+        if any(repr(v) != repr(first) for v in values):
+            seen = dict(zip(ranks, values, strict=True))
+            return PerRank(tuple(seen.get(rank, first) for rank in range(len(self.ranks))))
+        number: int | float = first
+        return number
 
 
 def _statements(gm: GraphModule) -> list[_Statement]:
@@ -212,129 +209,104 @@ def _statements(gm: GraphModule) -> list[_Statement]:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or (node.op == "call_function" and node.target is operator.getitem):
             continue
-        name = _name(node) if node.op == "call_function" else node.op
-        if name in ("aten.sym_size.int", "aten.sym_numel.default"):
-            raise Unsupported(name, node.name, "symbolic sizes")
+        if node.op == "get_attr" and not isinstance(getattr(gm, str(node.target), None), Tensor):
+            continue  # no tensor: whatever takes it is outside the table, and says more
+        name = target_name(node) if node.op == "call_function" else node.op
+        name = _LEGACY.get(name, name)
         if name not in TABLE:
             raise Unsupported(name, node.name)
-        kwargs = tuple((k, v) for k, v in node.kwargs.items() if k not in _DROPPED and v is not None)
-        found.append(_Statement(name, node.args, kwargs, node))
+        args, kwargs = _positional(node)
+        layout = kwargs.get("layout")
+        if layout not in (None, torch.strided):
+            raise Unsupported(str(layout), node.name, "tensors must be strided")
+        kept = {k: v for k, v in kwargs.items() if k not in _DROPPED and v is not None}
+        found.append(_Statement(name, args, kept, node))
     return found
 
 
-def _align(sequences: Sequence[Sequence[str]]) -> list[dict[int, int]]:
-    """The ranks' statements side by side: rows of ``{rank: index}``, in an order that keeps each rank's own."""
-    rows: list[tuple[str, dict[int, int]]] = [(name, {0: i}) for i, name in enumerate(sequences[0])]
-    for rank, names in enumerate(sequences[1:], 1):
-        matcher = difflib.SequenceMatcher(None, [name for name, _ in rows], list(names), autojunk=False)
-        merged: list[tuple[str, dict[int, int]]] = []
-        for tag, a0, a1, b0, b1 in matcher.get_opcodes():
-            if tag == "equal":
-                merged.extend((name, {**row, rank: b0 + k}) for k, (name, row) in enumerate(rows[a0:a1]))
-            else:
-                merged.extend(rows[a0:a1])
-                merged.extend((names[b], {rank: b}) for b in range(b0, b1))
-        rows = merged
-    return [row for _, row in rows]
+@lru_cache(maxsize=None)
+def _parameters(target: Any) -> tuple[tuple[str, Any], ...]:
+    """The parameters of an overload that may be given by position, with their defaults."""
+    return tuple((a.name, a.default_value) for a in schema_of(target).arguments if not a.kwarg_only)
 
 
-def _placeholder_refs(gm: GraphModule) -> dict[Node, Ref]:
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    return {node: Ref(i) for i, node in enumerate(placeholders)}
+def _positional(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments, by position where they may be, as the dispatcher records them."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if kwargs:
+        parameters = _parameters(node.target)
+        last = max((i for i, (name, _) in enumerate(parameters) if name in kwargs), default=-1)
+        args += [kwargs.pop(name, default) for name, default in parameters[len(args) : last + 1]]
+    return tuple(args), kwargs
 
 
-def _agreeing(
-    row: dict[int, int],
-    per_rank: Sequence[Sequence[_Statement]],
-    refs: list[dict[Node, Ref]],
-    members: Members,
-    groups: dict[tuple[tuple[int, ...], ...], Group],
-    world_size: int,
-) -> list[tuple[tuple[int, ...], tuple[Arg, ...], dict[str, Arg]]]:
-    """The ranks of one row, parted by whether their arguments can be written as one statement."""
-    statements = {rank: per_rank[rank][index] for rank, index in row.items()}
-    parted: dict[Any, list[int]] = {}
-    shapes = {}
-    for rank, statement in statements.items():
-        shape = _shape((statement.args, statement.kwargs), refs[rank])
-        shapes[rank] = shape
-        parted.setdefault(shape, []).append(rank)
-    result = []
-    for ranks in parted.values():
-        spec = TABLE[statements[ranks[0]].target].collective
-        group = None
-        if spec is not None:
-            names = {rank: str(statements[rank].args[spec.group]) for rank in ranks}
-            group = _group({rank: members(rank, name) for rank, name in names.items()}, names[ranks[0]], groups)
-        args = tuple(
-            GroupArg(group) if group is not None and spec is not None and i == spec.group
-            else _argument([statements[r].args[i] for r in ranks], ranks, refs, world_size)
-            for i in range(len(statements[ranks[0]].args))
-        )
-        kwargs = {
-            key: _argument([dict(statements[r].kwargs)[key] for r in ranks], ranks, refs, world_size)
-            for key, _ in statements[ranks[0]].kwargs
-        }
-        result.append((tuple(ranks), args, kwargs))
-    return result
+def _returned(gm: GraphModule) -> list[Node]:
+    output = next(reversed(gm.graph.nodes))
+    found: list[Node] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Node):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+        elif value is not None:
+            raise Unsupported(type(value).__name__, output.name, f"{value!r} is returned; only tensors and None may be")
+
+    visit(output.args[0])
+    return found
 
 
-def _shape(arg: Any, refs: dict[Node, Ref]) -> Any:
-    """What must be equal on all ranks of one statement: operands, and everything but numbers and groups' names."""
+def _group_at(statement: _Statement) -> int | None:
+    """The position of the group among a collective's arguments; None for another operator."""
+    spec = TABLE[statement.target].collective
+    return None if spec is None else spec.group
+
+
+def _shape(arg: Any, refs: Mapping[Node, Ref], group: int | None = None) -> Any:
+    """What must be equal on all ranks of one statement: all but finite numbers and the group's name."""
     if isinstance(arg, Node):
         return _ref(arg, refs)
+    if group is not None:
+        args, kwargs = arg
+        return _shape((args[:group], args[group + 1 :], kwargs), refs)
     if isinstance(arg, (tuple, list)):
-        return tuple(_shape(a, refs) for a in arg)
-    if isinstance(arg, bool) or arg is None:
-        return arg
-    if isinstance(arg, (int, float)):
-        return type(arg).__name__
-    return "text" if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min", "product") else str(arg)
+        return tuple([_shape(a, refs) for a in arg])
+    if type(arg) is int or (type(arg) is float and math.isfinite(arg)):
+        return type(arg)
+    return (type(arg), str(arg))
 
 
-def _ref(node: Node, refs: dict[Node, Ref]) -> Ref:
-    if node.target is operator.getitem and node.op == "call_function":
+def _ref(node: Node, refs: Mapping[Node, Ref]) -> Ref:
+    if node.op == "call_function" and node.target is operator.getitem:
         source, item = node.args
-        assert isinstance(source, Node) and isinstance(item, int)
+        if not isinstance(source, Node) or not isinstance(item, int):
+            raise Unsupported(
+                "getitem", node.name, f"of {source!r} at {item!r}; must select a tensor from an operator's results"
+            )
         return Ref(refs[source].value, item)
+    if node not in refs:
+        raise Unsupported(node.op, node.name, "no tensor of the program")
     return refs[node]
 
 
-def _group(parts_of: dict[int, tuple[int, ...]], name: str, groups: dict[tuple[tuple[int, ...], ...], Group]) -> str:
-    parts = tuple(sorted(set(parts_of.values())))
-    found = groups.get(parts)
-    if found is None:
-        taken = {g.name for g in groups.values()}
-        unique = name if name not in taken else f"{name}_{len(taken)}"
-        found = groups[parts] = Group(unique, parts)
-    return found.name
+def _is_uneven(group: Group, world_size: int) -> bool:
+    return sum(map(len, group.parts)) != world_size or len({len(part) for part in group.parts}) > 1
 
 
-def _argument(values: list[Any], ranks: Sequence[int], refs: list[dict[Node, Ref]], world_size: int) -> Any:
-    first = values[0]
-    if isinstance(first, Node):
-        return _ref(first, refs[ranks[0]])
-    if isinstance(first, (tuple, list)):
-        return tuple(_argument([v[k] for v in values], ranks, refs, world_size) for k in range(len(first)))
-    if isinstance(first, torch.dtype):
-        return DTypeArg(str(first)[6:])
-    if isinstance(first, torch.memory_format):
-        return str(first)[6:]
-    if isinstance(first, (int, float)) and not isinstance(first, bool) and any(v != first for v in values):
-        given = dict(zip(ranks, values, strict=True))
-        return PerRank(tuple(given.get(rank, first) for rank in range(world_size)))
-    if isinstance(first, float) and not math.isfinite(first):
-        return FloatArg("nan" if first != first else "inf" if first > 0 else "-inf")
-    if first is None or isinstance(first, (bool, int, float, str)):
-        return first
-    raise Unsupported(type(first).__name__, None, f"argument {first!r} cannot be written in a Program")
-
-
-def _outputs(graphs: Sequence[GraphModule], refs: list[dict[Node, Ref]]) -> tuple[Ref, ...]:
-    per_rank = []
-    for rank, gm in enumerate(graphs):
-        values: Any = next(reversed(gm.graph.nodes)).args[0]
-        flat = values if isinstance(values, (tuple, list)) else (values,)
-        per_rank.append([_ref(v, refs[rank]) for v in flat if isinstance(v, Node)])
-    common = [ref for ref in per_rank[0] if all(ref in other for other in per_rank[1:])]
-    return tuple(common)
+def _validate(program: Program, origins: Sequence[str]) -> None:
+    for path, reason in structural_faults(program):
+        raise InvalidProgram(path, reason)
+    try:
+        if is_uniform(program):
+            infer_program(program)
+        else:
+            for rank in range(program.world_size):
+                rank_metas(program, rank)
+    except InvalidProgram as error:
+        match = _OP_PATH.match(error.path)
+        where = f" (node {origins[int(match.group(1))]})" if match else ""
+        raise InvalidProgram(error.path, error.reason + where) from None

@@ -86,5 +86,5 @@ def num_changed(before: Sequence[Node], shape: list[tuple[Any, ...]], graph: Gra
 
 
 def outline(graph: Graph) -> list[tuple[Any, ...]]:
-    """The graph's nodes with their arguments, by identity; equal outlines mean nothing changed."""
-    return [(id(node), node.target, node.args, node.kwargs) for node in graph.nodes]
+    """The graph's nodes with their arguments and metadata, by identity; equal outlines mean nothing changed."""
+    return [(id(node), node.target, node.args, node.kwargs, id(node.meta.get("val"))) for node in graph.nodes]

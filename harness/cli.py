@@ -1,0 +1,409 @@
+"""The command ``harness``. Each command imports what is heavy itself, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from harness.errors import HarnessError
+
+if TYPE_CHECKING:
+    from harness.hunt import HuntReport
+    from harness.ledger import Fault, Ledger
+    from harness.report.console import Output, Row
+    from harness.spec.program import Program
+    from harness.spec.protocols import Subject
+    from harness.spec.verdict import Finding, Reason, Verdict
+
+__all__ = ["main"]
+
+JUDGED: Final = 0
+FAILED: Final = 1
+WRONG: Final = 2
+UNDECIDED: Final = 3
+
+_FILE: Final = click.Path(path_type=Path)
+_MAX_WORLD_SIZE: Final = 64
+
+
+class _Group(click.Group):
+    """Commands that return their exit status; wrong usage and invalid input are one line and status 2."""
+
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command and, unless ``standalone_mode`` is off, exit with its status."""
+        run = functools.partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
+        if not standalone_mode:
+            return run()
+        try:
+            status = run()
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            status = WRONG
+        except click.UsageError as error:
+            hint = f" (see {error.ctx.command_path} --help)" if error.ctx is not None else ""
+            status = _refuse(f"{error.format_message()}{hint}")
+        except click.Abort:
+            status = _refuse("interrupted", status=130)
+        except (HarnessError, click.ClickException) as error:
+            status = _refuse(error.format_message() if isinstance(error, click.ClickException) else str(error))
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            status = _refuse("torch is not installed here: pip install torch")
+        except OSError as error:
+            name = f"{error.filename}: " if error.filename is not None else ""
+            status = _refuse(f"{name}{error.strerror or error}")
+        sys.exit(status if isinstance(status, int) else JUDGED)
+
+
+def _refuse(message: str, *, status: int = WRONG) -> int:
+    click.echo("harness: " + " ".join(message.split()), err=True)
+    return status
+
+
+def _version() -> str:
+    try:
+        return metadata.version("compiler-harness")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(_version(), prog_name="harness")
+def main() -> None:
+    """Find, explain and pin down errors in compilers for PyTorch.
+
+    Exit status: 0 judged and nothing unknown failed; 1 a failure; 2 wrong usage or invalid input; 3 nothing could be
+    judged.
+    """
+
+
+def _output(as_json: bool) -> Output:
+    from harness.report.console import Output
+
+    return Output(as_json=as_json)
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+
+
+@main.command()
+@_json_option
+def features(as_json: bool) -> int:
+    """List the features and their subjects."""
+    from harness.subjects.registry import FEATURES, subject_names
+
+    output = _output(as_json)
+    for name, feature in FEATURES.items():
+        output.event("feature", name=name, summary=feature.summary, subjects=list(subject_names(name)))
+    output.table(
+        ("feature", "subjects", "what it does"),
+        [(name, ", ".join(subject_names(name)), feature.summary) for name, feature in FEATURES.items()],
+    )
+    output.line()
+    output.line(
+        "A subject may also be package.module:attribute or path/to/file.py:attribute (a pass over graph modules)."
+    )
+    return JUDGED
+
+
+@main.command()
+@click.argument("features", nargs=-1, metavar="[FEATURE]...")
+@click.option("--subject", default="inductor", show_default=True, help="Whose passes to try.")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="How long; 60 where --cases is not given.")
+@click.option("--cases", type=click.IntRange(min=1), help="How many programs to draw, instead of --seconds.")
+@click.option("--seed", type=click.IntRange(min=0), help="The same seed draws the same programs; a new one by default.")
+@click.option(
+    "--world-size", type=click.IntRange(1, _MAX_WORLD_SIZE), help="Ranks of all programs; 2 and 4 by default."
+)
+@click.option("--out", type=_FILE, default=Path("findings"), show_default=True, help="The folder for findings.")
+@_json_option
+def hunt(
+    features: tuple[str, ...],
+    subject: str,
+    seconds: float | None,
+    cases: int | None,
+    seed: int | None,
+    world_size: int | None,
+    out: Path,
+    as_json: bool,
+) -> int:
+    """Draw programs, judge what a subject does to them, shrink and store what fails."""
+    if seconds is not None and cases is not None:
+        raise click.UsageError("--seconds and --cases exclude each other")
+    from harness.subjects.registry import FEATURES, load_subject
+
+    for name in features:
+        if name not in FEATURES:
+            raise click.UsageError(f"no feature {name!r}; there are: {', '.join(FEATURES)}")
+    names = list(dict.fromkeys(features)) or list(FEATURES)
+    out.mkdir(parents=True, exist_ok=True)
+    loaded = {name: load_subject(subject, feature=name) for name in names}
+    import random
+
+    from harness.hunt import hunt as run
+    from harness.ledger import load_ledger
+
+    output = _output(as_json)
+    chosen = random.SystemRandom().randrange(2**32) if seed is None else seed
+    ledger = load_ledger()
+    limit = None if cases is not None else seconds or 60.0
+    output.event(
+        "hunt", features=names, subject=subject, seed=chosen, seconds=limit, cases=cases, torch=ledger.torch_version
+    )
+    amount = f"{cases} cases" if cases is not None else f"{limit:g} s"
+    output.line(f"hunting {', '.join(names)} of {subject}, torch {ledger.torch_version}, {amount}, seed {chosen}")
+    with output.progress(float(cases or limit or 0)) as bar:
+        report = run(
+            names,
+            subject=loaded.__getitem__,
+            seconds=limit,
+            cases=cases,
+            seed=chosen,
+            world_size=world_size,
+            out=out,
+            observer=_observer(output, bar, by_cases=cases is not None),
+            ledger=ledger,
+        )
+    _show_hunt(output, report, chosen, ledger)
+    return report.exit_status
+
+
+def _observer(output: Output, bar: Any, *, by_cases: bool) -> Any:
+    from harness.hunt import Observer
+
+    class Watcher(Observer):
+        def __init__(self) -> None:
+            self.start = time.monotonic()
+            self.found_so_far = 0
+
+        def case(self, report: HuntReport) -> None:
+            spent = time.monotonic() - self.start
+            text = f"{report.num_cases} cases, {report.num_fired} fired, {self.found_so_far} found"
+            if report.known:
+                text += f", {sum(report.known.values())} x known"
+            bar.update(report.num_cases if by_cases else spent, text)
+
+        def seen(self, finding: Finding, path: Path) -> None:
+            output.event("failing", path=str(path), signature=_builtins(finding.signature))
+            output.line(f"failing: {_title(finding)}; shrinking ...")
+
+        def found(self, finding: Finding, path: Path) -> None:
+            from harness.report.console import reason_line
+
+            self.found_so_far += 1
+            failing = [r for r in finding.verdict.reasons if r.status == "FAIL"]
+            command = f"harness replay {path}"
+            output.event(
+                "finding",
+                path=str(path),
+                signature=_builtins(finding.signature),
+                reasons=_builtins(failing),
+                num_ops=len(finding.program.ops),
+                command=command,
+            )
+            output.line(f"found: {_title(finding)} in {len(finding.program.ops)} ops", style="bold red")
+            for reason in failing:
+                output.line(f"  {reason_line(reason)}")
+            output.line(f"  show it again: {command}")
+
+        def known(self, fault: Fault) -> None:
+            output.event("known", id=fault.id, summary=fault.summary)
+            output.line(f"known: {fault.id}: {fault.summary}")
+
+    return Watcher()
+
+
+def _title(finding: Finding) -> str:
+    signature = finding.signature
+    return f"{signature.subject} breaks {signature.law} ({signature.kind})"
+
+
+def _builtins(value: Any) -> Any:
+    from harness.spec.verdict import to_builtins
+
+    return to_builtins(value)
+
+
+def _show_hunt(output: Output, report: HuntReport, seed: int, ledger: Ledger) -> None:
+    rate = report.num_cases / report.seconds if report.seconds else 0.0
+    output.event(
+        "summary",
+        exit_status=report.exit_status,
+        seed=seed,
+        num_cases=report.num_cases,
+        statuses=dict(report.statuses),
+        strengths=dict(report.strengths),
+        num_fired=report.num_fired,
+        num_vacuous=report.num_vacuous,
+        fired={label: {"fired": n, "cases": total} for label, (n, total) in sorted(report.fired.items())},
+        known=dict(report.known),
+        inconclusive=dict(report.inconclusive),
+        findings=[str(path) for path in report.findings.values()],
+        seconds=report.seconds,
+        phase_seconds=report.phase_seconds,
+        own_share=report.own_share,
+        interrupted=report.interrupted,
+        why_not_judged=report.why_not_judged,
+    )
+    output.line()
+    output.table(
+        ("variant", "#cases", "#fired"),
+        [(label, str(total), str(fired)) for label, (fired, total) in sorted(report.fired.items())],
+    )
+    output.line()
+    passed = ", ".join(f"{number} {name}" for name, number in sorted(report.strengths.items())) or "none"
+    output.line(
+        f"{report.num_cases} cases in {report.seconds:.1f} s ({rate:.1f}/s): {report.statuses['PASS']} PASS ({passed}, "
+        f"{report.num_vacuous} vacuous), {report.statuses['FAIL']} FAIL, "
+        f"{report.statuses['INCONCLUSIVE']} INCONCLUSIVE; {report.num_fired} fired"
+    )
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.phase_seconds.items())
+    output.line(f"seconds by phase: {phases}; the harness's own share {report.own_share:.0%}")
+    for reason, number in report.inconclusive.most_common(5):
+        output.line(f"inconclusive: {number} x {reason}", style="yellow")
+    summaries = {fault.id: fault.summary for fault in ledger.faults}
+    for name, number in report.known.most_common():
+        output.line(f"known: {number} x {name}: {summaries[name]}")
+    for path in report.findings.values():
+        output.line(f"finding: {path}", style="red")
+    if report.interrupted:
+        output.line("interrupted; all findings are kept")
+    if report.exit_status == UNDECIDED:
+        output.line(f"nothing could be judged: {report.why_not_judged}", style="yellow")
+
+
+@main.command()
+@click.argument("file", type=_FILE)
+@click.option("--feature", default="bucketing", show_default=True, help="Whose laws to check.")
+@click.option("--subject", default="inductor", show_default=True, help="Whose passes to try; all their settings are.")
+@_json_option
+def check(file: Path, feature: str, subject: str, as_json: bool) -> int:
+    """Judge what a subject does to one program.
+
+    FILE is a Program or a finding (.json), or Python (.py) with program(*tensors) and inputs(rank, world_size),
+    optionally WORLD_SIZE and COMPILE.
+    """
+    from harness.casefile import read_case
+    from harness.errors import Unsupported
+    from harness.ledger import load_ledger
+    from harness.subjects.registry import load_subject
+
+    output = _output(as_json)
+    loaded = load_subject(subject, feature=feature)
+    ledger = load_ledger()
+    try:
+        program = read_case(file)
+    except Unsupported as error:
+        return _undecided(output, f"{file}: {error}")
+    rows = [_judge(program, variant, ledger) for variant in loaded.variants()]
+    for row in rows:
+        output.event("verdict", file=str(file), **row.as_event())
+    output.verdicts(rows)
+    return _conclude(output, rows)
+
+
+def _judge(program: Program, subject: Subject, ledger: Ledger, *, seed: int = 0) -> Row:
+    from harness.check import check as judge
+    from harness.check import signatures
+    from harness.report.console import Row, variant_name
+
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    verdict: Verdict = judge(program, subject, seed=seed)
+    faults = [ledger.match(signature) for _, signature in signatures(verdict, subject)]
+    name = variant_name(subject.label, subject.options)
+    return Row(name, verdict, tuple(None if fault is None else fault.id for fault in faults))
+
+
+def _status(rows: Sequence[Row]) -> int:
+    if any(row.verdict.status == "FAIL" for row in rows):
+        return FAILED
+    return JUDGED if any(row.verdict.status == "PASS" and row.verdict.num_fired for row in rows) else UNDECIDED
+
+
+def _conclude(output: Output, rows: Sequence[Row]) -> int:
+    status = _status(rows)
+    if status == UNDECIDED:
+        undecided: list[Reason] = [r for row in rows for r in row.verdict.reasons]
+        reasons = list(dict.fromkeys(f"{reason.kind}: {reason.message}" for reason in undecided))
+        if any(row.verdict.is_vacuous for row in rows):
+            reasons.append("the subject changed nothing here, so that every law held vacuously")
+        return _undecided(output, "; ".join(reasons))
+    output.event("summary", exit_status=status, num_variants=len(rows))
+    return status
+
+
+def _undecided(output: Output, reason: str) -> int:
+    output.event("summary", exit_status=UNDECIDED, why_not_judged=reason)
+    output.line()
+    output.line(f"nothing could be judged: {reason}", style="yellow")
+    return UNDECIDED
+
+
+@main.command()
+@click.argument("findings", nargs=-1, required=True, type=_FILE, metavar="FINDING...")
+@click.option("--subject", help="Judge all settings of this subject, instead of the one that the finding names.")
+@_json_option
+def replay(findings: tuple[Path, ...], subject: str | None, as_json: bool) -> int:
+    """Judge stored findings again."""
+    from harness.findings import load_finding
+    from harness.ledger import load_ledger
+    from harness.report.console import Row
+
+    loaded = [(path, load_finding(path)) for path in findings]
+    subjects = [_subjects(finding, subject) for _, finding in loaded]
+    output = _output(as_json)
+    ledger = load_ledger()
+    rows: list[Row] = []
+    for (path, finding), variants in zip(loaded, subjects, strict=True):
+        for variant in variants:
+            row = _judge(finding.program, variant, ledger, seed=finding.seed)
+            output.event("verdict", file=str(path), **row.as_event())
+            rows.append(Row(f"{path}: {row.variant}" if len(loaded) > 1 else row.variant, row.verdict, row.known))
+    output.verdicts(rows)
+    return _conclude(output, rows)
+
+
+def _subjects(finding: Finding, name: str | None) -> Sequence[Subject]:
+    from harness.subjects.registry import load_subject
+
+    feature = finding.signature.feature
+    if name is None or name == finding.subject:
+        return (load_subject(finding.subject, feature=feature, options=finding.options),)
+    return load_subject(name, feature=feature).variants()
+
+
+@main.command()
+@click.argument("finding", type=_FILE)
+@click.option("-o", "--output", "target", type=_FILE, help="Where to write it; standard output where left out.")
+def repro(finding: Path, target: Path | None) -> int:
+    """Write one self-contained script that shows a finding with torch alone."""
+    from harness.findings import load_finding, write_atomically
+    from harness.report.repro import repro_script
+
+    script = repro_script(load_finding(finding))
+    if target is None:
+        click.echo(script, nl=False)
+        return JUDGED
+    write_atomically(target, script.encode())
+    click.echo(f"wrote {target}; show the fault with: python {target}")
+    return JUDGED
+
+
+if __name__ == "__main__":
+    main(prog_name="harness")

@@ -1,0 +1,1 @@
+"""What a person or another program gets to see: console output, and scripts for bug reports."""
