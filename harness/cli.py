@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -37,7 +37,7 @@ _MAX_WORLD_SIZE: Final = 64
 class _Group(click.Group):
     """Commands that return their exit status; wrong usage and invalid input are one line and status 2."""
 
-    def main(  # type: ignore[override]
+    def main(
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
@@ -46,9 +46,12 @@ class _Group(click.Group):
         **extra: Any,
     ) -> Any:
         """Run a command and, unless ``standalone_mode`` is off, exit with its status."""
-        run = functools.partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
+        run: Callable[[], Any] = functools.partial(
+            super().main, args, prog_name, complete_var, standalone_mode=False, **extra
+        )
         if not standalone_mode:
             return run()
+        status: Any
         try:
             status = run()
         except click.exceptions.NoArgsIsHelpError as error:
