@@ -31,7 +31,7 @@ def above(node: Node) -> set[Node]:
     return found
 
 
-@given(collective_programs(world_sizes=(2,), max_statements=10))
+@given(collective_programs(world_sizes=(2,), max_ops=10))
 @QUICK
 def test_ancestors_are_those_of_a_search(program: Program) -> None:
     """One node reaches another where a search upwards finds it, whether all nodes are tracked or the collectives only."""
