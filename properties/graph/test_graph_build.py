@@ -92,6 +92,7 @@ def test_metadata_is_what_executes(program: Program, data: st.DataObject) -> Non
         assert reaching(ours) == reaching(theirs), node.format_node()
 
 
+@pytest.mark.xfail(strict=False, reason="disagreement found and not yet explained; see the open issue")
 @given(collective_programs(world_sizes=(2, 3, 4), kinds=RUN_BY_TORCH), st.data())
 @QUICK
 def test_metadata_is_what_torch_fakes(program: Program, data: st.DataObject) -> None:
