@@ -10,9 +10,9 @@ import traceback
 import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from harness.errors import Unsupported
 from harness.executors.algebra import Field, error_bound, trials_needed
@@ -61,7 +61,6 @@ class _NoClock:
 class _Transformed(NamedTuple):
     graphs: list[GraphModule]
     num_fired: int
-    was_again: int | None
     failure: Reason | None
 
 
@@ -128,16 +127,18 @@ def _check(
         per_rank = [build(program, rank, metas) for rank in range(program.world_size)]
         original = Lockstep(per_rank if _differs_by_rank(program) else per_rank[:1], program.groups, program.world_size)
     promised = frozenset(laws) | {"applies"} if "*" in subject.promises else subject.promises
-    transformed = _transform(program, subject, per_rank, timer, "idempotent" in promised)
+    transformed = _transform(program, subject, per_rank, timer)
     if transformed.failure is not None:
         return Verdict("FAIL", (transformed.failure,), num_fired=transformed.num_fired)
     if skip_unchanged and not transformed.num_fired and not program.divergent:
         return Verdict("PASS", strength="proved")
-    unsound = graphs.graph_valid(Evidence(program, (), (), transformed.graphs)) if "graph_valid" in promised else []
+    unsound = graphs.graph_valid(Evidence(program, (), (), transformed.graphs))
     if unsound:
         return Verdict("FAIL", tuple(unsound), num_fired=transformed.num_fired)
+    was_again = _second_application(program, subject, transformed.graphs[0]) if "idempotent" in promised and transformed.num_fired else None
     with timer.phase("run"):
-        rewritten = Lockstep(transformed.graphs, program.groups, program.world_size)
+        may_copy = getattr(subject, "views_may_copy", False)
+        rewritten = Lockstep(transformed.graphs, program.groups, program.world_size, views_may_copy=may_copy)
         dtypes = original.dtypes | rewritten.dtypes
         narrow = len(dtypes) if original.narrows or rewritten.narrows else 0
         degree, hashes = max(original.degree, rewritten.degree), original.num_hashes + rewritten.num_hashes
@@ -157,7 +158,7 @@ def _check(
             is_exact,
             getattr(subject, "caps_bytes", None),
             None,
-            transformed.was_again,
+            was_again,
         )
         said = {name: law(evidence) for name, law in laws.items()}
         if said.get("equal_outputs") or said.get("equal_inputs"):
@@ -177,11 +178,10 @@ def _check(
     )
 
 
-def _transform(program: Program, subject: Subject, per_rank: list[GraphModule], timer: Clock, twice: bool) -> _Transformed:
+def _transform(program: Program, subject: Subject, per_rank: list[GraphModule], timer: Clock) -> _Transformed:
     """Apply the subject on every rank; what it raises is a failure of the law ``applies``."""
     results: list[GraphModule] = []
     num_fired = 0
-    was_again: int | None = None
     for rank, gm in enumerate(per_rank):
         with fake_world(program.world_size, rank, program.groups):
             try:
@@ -189,31 +189,22 @@ def _transform(program: Program, subject: Subject, per_rank: list[GraphModule], 
                     applied = subject.apply(gm, rank)
                 results.append(applied.graph)
                 num_fired = max(num_fired, applied.num_fired)
-                if twice and rank == 0 and applied.num_fired:
-                    was_again = _second_application(program, subject, applied.graph)
             except Unsupported:
                 raise
             except Exception as error:
-                return _Transformed(results, num_fired, None, _raised(error, rank))
-    return _Transformed(results, num_fired, was_again, None)
+                return _Transformed(results, num_fired, _raised(error, rank))
+    return _Transformed(results, num_fired, None)
 
 
 def _second_application(program: Program, subject: Subject, gm: GraphModule) -> int:
     """How many collectives another application, to a copy of the result, still changes."""
-    copy = GraphModule(gm, _copied(gm))
-    before = len(collectives(copy.graph))
-    applied = subject.apply(copy, 0)
-    return abs(before - len(collectives(applied.graph.graph)))
-
-
-def _copied(gm: GraphModule) -> Any:
-    from torch.fx import Graph
-
     graph = Graph()
-    values: dict[Any, Any] = {}
-    output = graph.graph_copy(gm.graph, values)
-    graph.output(output)
-    return graph
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = GraphModule(gm, graph)
+    before = len(collectives(graph))
+    with fake_world(program.world_size, 0, program.groups):
+        applied = subject.apply(copy, 0)
+    return abs(before - len(collectives(applied.graph.graph)))
 
 
 def _raised(error: Exception, rank: int) -> Reason:

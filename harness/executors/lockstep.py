@@ -42,16 +42,19 @@ class Lockstep:
         graphs: one a rank, or a single one that all ranks run.
         groups: the program's groups; a graph names them in its collectives.
         world_size: the number of ranks.
+        views_may_copy: run ``aten.view`` as ``aten.reshape``, which is how Inductor lowers it.
 
     Raises:
         Unsupported: an operator is not in the table; it is never guessed at.
     """
 
-    def __init__(self, graphs: Sequence[GraphModule], groups: Sequence[Group], world_size: int) -> None:
+    def __init__(
+        self, graphs: Sequence[GraphModule], groups: Sequence[Group], world_size: int, *, views_may_copy: bool = False
+    ) -> None:
         plans: dict[int, Plan] = {}
         for gm in graphs:
             if id(gm) not in plans:
-                plans[id(gm)] = compile_plan(gm)
+                plans[id(gm)] = compile_plan(gm, views_may_copy=views_may_copy)
         per_rank = [plans[id(gm)] for gm in graphs]
         self.plans = per_rank * world_size if len(per_rank) == 1 else per_rank
         if len(self.plans) != world_size:
@@ -148,7 +151,7 @@ class Lockstep:
                 ranks[one.rank].fail(ErrorRecord("Divergence", disagreement, one.node))
             return
         try:
-            _carry_out(slot, field)
+            _carry_out(slot, ranks, field)
         except (RuntimeError, ValueError, IndexError) as error:
             for one in slot:
                 ranks[one.rank].fail(ErrorRecord(type(error).__name__, str(error), one.node))
@@ -304,9 +307,9 @@ class _Rank:
             self.watch.metadata(instruction, out)
         if self._is_void(instruction):
             for position in instruction.writes:
-                self._void(args[position])
+                self.void(args[position])
             if instruction.is_view:
-                self._void(out)
+                self.void(out)
             return
         rule = instruction.rule
         if rule is None:
@@ -314,7 +317,7 @@ class _Rank:
             return
         half = rule(self.field, args, halves, instruction.kwargs, out)
         if half is None:
-            self._void(out)
+            self.void(out)
         elif not instruction.writes and type(half) is Tensor and (
             half.stride() != out.stride() or half.shape != out.shape
         ):
@@ -322,13 +325,18 @@ class _Rank:
             half = aligned.copy_(half)
         self.f[slot] = half
 
-    def _void(self, tensors: Any) -> None:
+    def void(self, tensors: Any) -> None:
         """Memory was reinterpreted: nothing that shares it has a field half any more."""
         for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
             storage = tensor.untyped_storage()._cdata
             for slot, value in enumerate(self.c):
-                if isinstance(value, Tensor) and value.untyped_storage()._cdata == storage:
-                    self.f[slot] = None
+                if isinstance(value, Tensor):
+                    if value.untyped_storage()._cdata == storage:
+                        self.f[slot] = None
+                elif isinstance(value, (list, tuple)) and self.f[slot] is not None:
+                    self.f[slot] = [
+                        None if v.untyped_storage()._cdata == storage else h for v, h in zip(value, self.f[slot], strict=True)
+                    ]
 
     def _get(self, instruction: Instruction) -> None:
         source, index = instruction.fills[0][1], instruction.args[1]
@@ -548,8 +556,11 @@ def _splits(started: _Started, which: int) -> list[int]:
     return [started.inputs[0].shape[0] // count] * count
 
 
-def _carry_out(slot: list[_Started], field: Field) -> None:
-    """Do a matched collective: on concrete halves in rank order, and on field halves where every member has one."""
+def _carry_out(slot: list[_Started], ranks: list[_Rank], field: Field) -> None:
+    """Do a matched collective: on concrete halves in rank order, and on field halves where every member has one.
+
+    Where a member has none, no result has one, nor has any memory that a result was written to.
+    """
     first = slot[0]
     for k in range(len(first.inputs)):
         inputs = [s.inputs[k].reshape(-1) for s in slot]
@@ -559,6 +570,9 @@ def _carry_out(slot: list[_Started], field: Field) -> None:
         _exchange(slot, inputs, outputs, None)
         if all(h is not None for h in halves) and all(h is not None for h in output_halves):
             _exchange(slot, [h.reshape(-1) for h in halves if h is not None], output_halves, field)
+        else:
+            for one in slot:
+                ranks[one.rank].void(one.outputs[k])
 
 
 def _exchange(slot: list[_Started], inputs: list[Tensor], outputs: list[Any], field: Field | None) -> None:

@@ -27,6 +27,7 @@ OUTPUT: Final = 4
 _UNINITIALISED: Final = frozenset(
     f"aten.{name}" for name in ("empty.memory_format", "new_empty.default", "empty_like.default", "empty_strided.default")
 )
+_VIEWS: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 _NO_READ: Final = frozenset({"factory", "view"})
 _OPAQUE: Final = frozenset(name for name, spec in TABLE.items() if spec.kind == "opaque")
 _CONTROL: Final = frozenset(
@@ -106,8 +107,8 @@ def _positional(node: Node) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
-def compile_plan(gm: GraphModule) -> Plan:
-    """Make one rank's graph ready.
+def compile_plan(gm: GraphModule, *, views_may_copy: bool = False) -> Plan:
+    """Make one rank's graph ready; with ``views_may_copy`` a view that needs a copy makes one.
 
     Raises:
         Unsupported: for an operator that is not in the table, or has no rule for field halves; it names operator and node.
@@ -133,6 +134,8 @@ def compile_plan(gm: GraphModule) -> Plan:
             outputs = tuple(slots[v] if isinstance(v, Node) else None for v in values)
         elif node.op == "call_function":
             instruction = _instruction(node, slots)
+            if views_may_copy and instruction.target in _VIEWS:
+                instruction = instruction._replace(fn=torch.ops.aten.reshape.default._op)
             slots[node] = instruction.slot
             degrees.append(_degree(instruction, [degrees[slots[n]] for n in node.all_input_nodes]))
             num_hashes += instruction.rule is not None and not instruction.is_view

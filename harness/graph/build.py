@@ -105,10 +105,11 @@ def _several(target: Any, values: list[Tensor]) -> list[Tensor] | tuple[Tensor, 
 def build(program: Program, rank: int, metas: Sequence[Any] | None = None) -> GraphModule:
     """The graph that rank ``rank`` runs.
 
-    Nodes have the names that tracing gives them, placeholders ``arg0_1``, ``arg1_1``, ...; a group is its name; results of several tensors have a ``getitem``
-    node for each item that is used; every node has its own fake tensor; views and in-place results share their
-    operand's fake storage, while a wait has a fresh one, as torch's own fake kernel gives it. The graph of a divergent
-    Program has the rank's own statements only, and returns those outputs that the rank computes.
+    Nodes have the names that tracing gives them, placeholders ``arg0_1``, ``arg1_1``, ...; a group is its name; results
+    of several tensors have a ``getitem`` node for each item that is used; every node has its own fake tensor; views and
+    in-place results share their operand's fake storage, while a wait has a fresh one, as torch's own fake kernel gives
+    it. The graph of a divergent Program has the rank's own statements only, and returns those outputs that the rank
+    computes.
 
     Args:
         program: valid.

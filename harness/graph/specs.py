@@ -111,8 +111,8 @@ def _require_same(seen: list[dict[str, Any]], expected: list[dict[str, Any]], ra
 def _covers(values: Sequence[Tensor], i: int, together: Sequence[int]) -> bool:
     """Whether the spec of tensor ``i`` can be the base of those that share its memory.
 
-    Its storage must reach as far as theirs. Where there are values it must also hold each element that they see, and each
-    once, since a base alone has data.
+    Its storage must reach as far as theirs. Where there are values it must also hold each element that they see, and
+    each once, since a base alone has data.
     """
     value = values[i]
     low, high = _extent(value)

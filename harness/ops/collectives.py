@@ -86,10 +86,8 @@ def all_to_all(input: TensorMeta, output_split_sizes: Sequence[int] | None, inpu
     meta = _input(input, group_name, None, dim=True)
     for sizes in (output_split_sizes, input_split_sizes):
         require(not sizes or (len(sizes) == group_name.size and min(sizes) >= 0), f"split sizes {sizes} for {group_name.size} ranks")
-    require(bool(output_split_sizes) == bool(input_split_sizes), "split sizes must be given on both sides or on neither")
-    if not input_split_sizes:
-        require(meta.shape[0] % group_name.size == 0, f"first dimension {meta.shape[0]}; must be divisible by {group_name.size}")
-        return fresh(meta.shape, meta.dtype)
+    require(bool(output_split_sizes) and bool(input_split_sizes), "split sizes must be stated on both sides: torch takes empty ones for no rows")
+    assert input_split_sizes is not None
     require(sum(input_split_sizes) == meta.shape[0], f"input split sizes {list(input_split_sizes)} of {meta.shape[0]} rows")
     assert output_split_sizes is not None
     return fresh((sum(output_split_sizes), *meta.shape[1:]), meta.dtype)
@@ -128,6 +126,7 @@ def all_gather_copy_in(
     all_gather_inputs: Sequence[TensorMeta], all_gather_output: TensorMeta, inp_split_sizes: Sequence[int], all_gather_input_numel: int, rank: int
 ) -> tuple[TensorMeta, TensorMeta]:
     inputs = tensors(all_gather_inputs, "all_gather_inputs")
+    require(all(len(m.shape) == 1 for m in inputs), "inputs must be flat")
     require([m.numel for m in inputs] == list(inp_split_sizes) and sum(inp_split_sizes) == all_gather_input_numel, "split sizes do not fit the inputs")
     chunk = all_gather_output._replace(shape=(all_gather_input_numel,), offset=all_gather_output.offset + all_gather_input_numel * rank)
     return chunk, all_gather_output

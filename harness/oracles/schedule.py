@@ -42,15 +42,17 @@ def ranks_agree(e: Evidence) -> list[Reason]:
 
 
 def collectives_conserved(e: Evidence) -> list[Reason]:
-    """No collective is lost or duplicated: for each kind, group and reduce op as many bytes go in as before, but for padding."""
+    """No collective is lost or duplicated: for each kind, group and reduce op as many bytes go in as before, but for padding where some were merged."""
     for rank, old, new in _ranks(e):
         before, after = _totals(old), _totals(new)
         for key in sorted({*before, *after}, key=str):
-            allowed = before[key] + (_PADDING_BYTES * len(old.collectives) if before[key] else 0)
-            if not before[key] <= after[key] <= allowed:
-                kind = "lost" if after[key] < before[key] else "duplicated"
-                message = f"{' '.join(str(k) for k in key if k)}: {after[key]} bytes on rank {rank}, {before[key]} before"
-                return [Reason("collectives_conserved", "FAIL", kind, message, rank=rank, expected=str(before[key]), seen=str(after[key]))]
+            (num_before, bytes_before), (num_after, bytes_after) = before[key], after[key]
+            allowed = bytes_before + _PADDING_BYTES * (num_before - num_after)
+            if num_after > num_before or not bytes_before <= bytes_after <= allowed:
+                kind = "lost" if bytes_after < bytes_before else "duplicated"
+                seen, expected = (f"{count} of {size} bytes in all" for count, size in (after[key], before[key]))
+                message = f"{' '.join(str(k) for k in key if k)}: {seen} on rank {rank}, {expected} before"
+                return [Reason("collectives_conserved", "FAIL", kind, message, rank=rank, expected=expected, seen=seen)]
     return []
 
 
@@ -99,10 +101,12 @@ def _sequence(outcome: RankOutcome) -> tuple[tuple[object, ...], ...]:
     return tuple((c.kind, c.group, c.reduce_op, c.dtypes, c.num_bytes if c.kind != "all_to_all" else 0) for c in outcome.collectives)
 
 
-def _totals(outcome: RankOutcome) -> dict[tuple[str, str, str | None], int]:
-    totals: dict[tuple[str, str, str | None], int] = defaultdict(int)
+def _totals(outcome: RankOutcome) -> dict[tuple[str, str, str | None], tuple[int, int]]:
+    """How many collectives and how many bytes, by kind, group and reduce op; a coalesced one counts once."""
+    totals: dict[tuple[str, str, str | None], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for c in outcome.collectives:
-        totals[c.kind, c.group, c.reduce_op] += c.num_bytes
+        count, size = totals[c.kind, c.group, c.reduce_op]
+        totals[c.kind, c.group, c.reduce_op] = (count + 1, size + c.num_bytes)
     return totals
 
 

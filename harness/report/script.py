@@ -159,25 +159,13 @@ class _Writer:
         callee = f"{_NAMESPACES.get(namespace, f'torch.ops.{namespace}')}.{name}"
         if overload != "default":
             callee += f".{overload}"
-        args = [self._split_sizes(op, j) or self.argument(a) for j, a in enumerate(op.args)]
+        args = [self.argument(a) for a in op.args]
         args += [f"{key}={self.argument(value)}" for key, value in op.kwargs.items()]
         line = f"{self.names[len(self.program.inputs) + i]} = {callee}({', '.join(args)})"
         if op.ranks is None:
             return line
         self.takes_rank = True
         return f"if rank in {list(op.ranks)}:\n        {line}"
-
-    def _split_sizes(self, op: Op, position: int) -> str | None:
-        """Even parts spelled out: the operator itself takes an empty list for no rows at all."""
-        if op.target != "_c10d_functional.all_to_all_single.default" or position not in (1, 2) or op.args[position]:
-            return None
-        source, group = op.args[0], op.args[3]
-        assert isinstance(source, Ref) and isinstance(group, GroupArg)
-        meta = self.metas[source.value]
-        if not isinstance(meta, TensorMeta):
-            meta = meta[source.item or 0]
-        size = self.program.group(group.name).size
-        return repr([meta.shape[0] // size] * size)
 
     def argument(self, arg: Any) -> str:
         if isinstance(arg, Ref):

@@ -130,8 +130,10 @@ def _altered(op: Op, byte: int) -> Op:
 
 
 def _with_uneven_group(program: Program, group: Group, byte: int, *, unequal: bool) -> Program:
-    """The program with another partition in place of ``group``: parts of unequal size, or a rank left out (all ranks but one leave
-    nothing out where there is but one). Broadcasts on it come from the first rank of a part."""
+    """The program with another partition in place of ``group``: parts of unequal size, or without one rank.
+
+    Broadcasts on it come from the first rank of a part; the rank that is left out runs nothing that depends on the group.
+    """
     on_group = [i for i, op in enumerate(program.ops) if TABLE[op.target].collective is not None and _group_of(program, op) == group]
     if any(_collective(program.ops[i]).kind not in SIZELESS_KINDS for i in on_group):
         return _changed(program, program.ops, program.outputs)

@@ -1,4 +1,4 @@
-"""Partitions of ranks into groups, and the uneven groups of divergent programs."""
+"""Partitions of ranks into groups."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ _COMPUTE: Final[list[_Entry]] = [
     *_entries("addmm.default", _matmul(2)),
     *_entries("bmm.default", _matmul(3)),
     *_entries("index.Tensor index_select.default gather.default", _indexed),
-    *_entries("index_put.default index_put_.default", _index_put),
+    *_entries("index_put.default", _index_put),
     *_entries("slice_scatter.default", _slice_scatter),
     *_entries("select_scatter.default", _select_scatter),
     *_entries("constant_pad_nd.default", _pad),

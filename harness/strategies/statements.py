@@ -40,7 +40,7 @@ HEADER: Final = 5 + WIDTH
 statement to open with, which is a collective or a run of them."""
 
 _NEW: Final = 144
-_SAME_KEY: Final = 176
+_SAME_KEY: Final = 160
 _LOST: Final = 236
 
 
@@ -56,12 +56,12 @@ class _State:
 class _Run(NamedTuple):
     """One run: how many collectives, what differs between them, when they are waited for."""
 
-    count: int
+    num_starts: int
     mode: str
     order: str
 
 
-_COUNTS: Final[Table[int]] = Table((2, 5), (3, 4), (4, 2))
+_COUNTS: Final[Table[int]] = Table((1, 1), (2, 40), (3, 32), (4, 16))
 _MODES: Final[Table[str]] = Table(
     ("same", 7),
     ("casts", 6),
@@ -69,8 +69,6 @@ _MODES: Final[Table[str]] = Table(
     ("one_operand", 3),
     ("chain", 4),
     ("groups", 6),
-    ("kinds", 3),
-    ("reduce_ops", 2),
     ("coalesced", 2),
     ("computed", 3),
 )
@@ -80,8 +78,8 @@ _POSTS: Final[Table[str]] = Table(("return", 20), ("cast", 4), ("compute", 2), (
 
 
 def _often(choices: Sequence[str], byte: int) -> str:
-    """A choice; the first for nearly half of the bytes."""
-    return choices[0] if byte < 96 else choices[byte % len(choices)]
+    """A choice, the simplest for the lowest bytes; the first for two bytes in five at least."""
+    return choices[0] if byte < 96 or len(choices) == 1 else choices[1 + (byte - 96) * (len(choices) - 1) // 160]
 
 
 def read_tape(world_size: int, groups: tuple[Group, ...], options: Options, header: bytes, tape: Sequence[bytes]) -> Program:
@@ -95,7 +93,8 @@ def read_tape(world_size: int, groups: tuple[Group, ...], options: Options, head
         tape: statements of ``WIDTH`` bytes each.
     """
     builder = Builder(world_size, groups, options)
-    key = Key(_often(options.kinds, header[0]), groups[header[3] % len(groups)], _often(options.reduce_ops, header[1]), _often(options.dtypes, header[2]))
+    kind, reduce_op, dtype = _often(options.kinds, header[0]), _often(options.reduce_ops, header[1]), _often(options.dtypes, header[2])
+    key = Key(kind, groups[header[3] % len(groups)], reduce_op, dtype)
     state = _State(builder, key)
     _OPENINGS[header[5]](state, header[5:])
     for statement in tape:
@@ -127,11 +126,11 @@ def _collective(state: _State, s: bytes) -> None:
 
 
 def _other_key(b: Builder, key: Key, what: int, byte: int) -> Key:
-    if what < 200:
+    if what < 184:
         return key._replace(dtype=b.options.dtypes[byte % len(b.options.dtypes)])
-    if what < 224:
+    if what < 208:
         return key._replace(group=b.groups[byte % len(b.groups)])
-    if what < 240:
+    if what < 236:
         return key._replace(kind=b.options.kinds[byte % len(b.options.kinds)])
     return key._replace(reduce_op=b.options.reduce_ops[byte % len(b.options.reduce_ops)])
 
@@ -141,11 +140,11 @@ def _run(state: _State, s: bytes) -> None:
     b = state.builder
     run = _Run(_COUNTS[s[1]], _MODES[s[4]], _ORDERS[s[5]])
     if run.mode == "coalesced" and state.key.kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        _coalesced(b, state.key, run.count, s)
+        _coalesced(b, state.key, run.num_starts, s)
         return
     flights: list[Flight] = []
     x: Value | None = None
-    for i in range(run.count):
+    for i in range(run.num_starts):
         key = settled(b, _key_in_run(b, state.key, run.mode, i, s[7]))
         if key is None or b.num_collectives >= b.options.max_collectives or not b.has_room(ROOM):
             break
@@ -172,7 +171,7 @@ def _run(state: _State, s: bytes) -> None:
 def _post_in_run(key: Key, run: _Run, i: int, byte: int) -> str:
     if run.mode == "casts" and key.reduces:
         return "cast"
-    return "return" if run.mode == "chain" and i + 1 < run.count else _POSTS[byte]
+    return "return" if run.mode == "chain" and i + 1 < run.num_starts else _POSTS[byte]
 
 
 def _key_in_run(b: Builder, key: Key, mode: str, i: int, byte: int) -> Key:
@@ -184,10 +183,8 @@ def _key_in_run(b: Builder, key: Key, mode: str, i: int, byte: int) -> Key:
         return key._replace(dtype=dtypes[at % len(dtypes)]) if dtypes else key
     if mode == "groups":
         return key._replace(group=b.groups[(b.groups.index(key.group) + i) % len(b.groups)])
-    if mode == "kinds" or (mode == "chain" and byte >= 128):
+    if mode == "chain" and byte >= 128:
         return key._replace(kind=options.kinds[(options.kinds.index(key.kind) + i) % len(options.kinds)])
-    if mode == "reduce_ops":
-        return key._replace(reduce_op=options.reduce_ops[(options.reduce_ops.index(key.reduce_op) + i) % len(options.reduce_ops)])
     return key
 
 

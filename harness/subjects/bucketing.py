@@ -31,7 +31,6 @@ _COMMON: Final[Mapping[str, str]] = {
     "equal_metadata": "torch.compile: outputs have the dtype and shape of the eager function",
     "equal_inputs": "torch.compile: mutations of inputs are those of the eager function",
     "own_storage": "torch.compile: outputs alias each other exactly where the eager function's do (AOTAutograd fixes aliasing before this pass)",
-    "same_aliasing": "torch.compile: outputs alias inputs exactly where the eager function's do",
     "in_flight": "torch.distributed._functional_collectives: a result is valid after wait_tensor, an input may be reused after it",
     "graph_valid": "torch.fx.Graph.lint; post_grad sorts topologically after bucketing",
     "ranks_agree": "bucketing.greedy_bucket_collective_by_mb: buckets only adjacent collectives, so that ranks keep one order",
@@ -55,7 +54,9 @@ PROMISES: Final[Mapping[str, Mapping[str, str]]] = {
 """Pass to law to source.
 
 Measured only: ``idempotent``, which torch nowhere promises, and ``equal_strides``, since ``bucketing._recompute_changed_user_metadata``
-says that a result may be replaced by a layout-different equivalent.
+says that a result may be replaced by a layout-different equivalent. A view of such a result then needs a copy, which Inductor makes (it
+lowers ``aten.view`` as a reshape), so their graphs run that way; and ``same_aliasing``, since AOTAutograd keeps outputs that are views of each
+other out of these graphs and regenerates them.
 """
 
 
@@ -138,6 +139,7 @@ def _inductor(options: Mapping[str, OptionValue]) -> PassSubject:
         label=f"inductor:{name}/{mode}",
         options={"pass": name, "mode": mode, "cap_mb": cap},
         promises=frozenset(PROMISES[str(name)]),
+        views_may_copy=True,
         caps_bytes=lambda _index: int((2000.0 if cap is None else cap) * 2**20),
         focus={"kinds": (*_PASSES[str(name)].kinds, *(k for k in _KINDS if k not in _PASSES[str(name)].kinds)), "mutation": "epilogue"},
         contract=functional_until_epilogue,

@@ -28,6 +28,7 @@ class PassSubject:
         settings: every setting worth testing.
         promises: the names of laws that bind the pass; ``*`` stands for all laws of the feature.
         caps_bytes: the largest bucket allowed, by bucket index.
+        views_may_copy: its graphs are for a compiler that lowers ``aten.view`` as a reshape.
         focus: arguments for the feature's strategy that draw programs on which the pass has something to do.
         contract: says why a program lies outside what the pass is documented to take, or None.
         make: gives this subject with other options.
@@ -40,6 +41,7 @@ class PassSubject:
     options: Mapping[str, OptionValue] = field(default_factory=dict)
     promises: frozenset[str] = ALL_LAWS
     caps_bytes: Callable[[int], int] | None = None
+    views_may_copy: bool = False
     focus: Mapping[str, Any] = field(default_factory=dict)
     contract: Callable[[Program], str | None] | None = None
     make: Callable[[Mapping[str, OptionValue]], PassSubject] | None = None

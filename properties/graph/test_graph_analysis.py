@@ -10,7 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from torch.fx import Graph, Node
 
 from harness.errors import Unsupported
-from harness.graph import Ancestors, build, collectives, is_collective, is_wait, resolve, start_of, target_name, tensor_meta, waits
+from harness.graph import (
+    Ancestors,
+    build,
+    collectives,
+    is_collective,
+    is_wait,
+    resolve,
+    start_of,
+    target_name,
+    tensor_meta,
+    waits,
+)
 from harness.graph.private import private
 from harness.ops import TABLE
 from harness.spec.program import Group, GroupArg, Op, Program, Ref, TensorSpec
@@ -31,10 +42,12 @@ def above(node: Node) -> set[Node]:
     return found
 
 
-@given(collective_programs(world_sizes=(2,), max_ops=10))
+@given(collective_programs(world_sizes=(2,), max_collectives=4))
 @QUICK
 def test_ancestors_are_those_of_a_search(program: Program) -> None:
-    """One node reaches another where a search upwards finds it, whether all nodes are tracked or the collectives only."""
+    """One node reaches another where a search upwards finds it, whether all nodes are tracked or the collectives
+    only.
+    """
     graph = build(program, 0).graph
     everything, starts = Ancestors(graph), Ancestors(graph, collectives(graph))
     for node in graph.nodes:
@@ -95,7 +108,9 @@ def test_names_and_overloads_are_inverse() -> None:
         assert target_name(node) == target
 
 
-@pytest.mark.parametrize("name", ["aten.add", "aten", "aten.add.NoSuch", "no_such.op.default", "aten..", "bucketing.x.default"])
+@pytest.mark.parametrize(
+    "name", ["aten.add", "aten", "aten.add.NoSuch", "no_such.op.default", "aten..", "bucketing.x.default"]
+)
 def test_what_torch_lacks_is_refused_by_name(name: str) -> None:
     """A name that is no overload of the installed torch is refused with the name."""
     with pytest.raises(Unsupported) as caught:

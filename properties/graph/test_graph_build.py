@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,7 +17,18 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from harness.errors import InvalidProgram, Unsupported
-from harness.graph import build, collectives, emit, emit_item, fake_mode, fake_world, resolve, target_name, tensor_meta
+from harness.graph import (
+    build,
+    collectives,
+    emit,
+    emit_item,
+    fake_mode,
+    fake_world,
+    is_wait,
+    resolve,
+    target_name,
+    tensor_meta,
+)
 from harness.ops import TABLE, OpError, infer_program
 from harness.spec.program import Arg, DTypeArg, FloatArg, Group, GroupArg, Op, PerRank, Program, Ref, TensorSpec
 from harness.strategies.collectives import collective_programs, divergent_programs
@@ -29,7 +40,9 @@ PAIR = (Group("pair", ((0, 1),)),)
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def single(target: str, *args: Arg, inputs: Sequence[TensorSpec] = (TensorSpec((4, 6), "float32"),), **kwargs: Arg) -> Program:
+def single(
+    target: str, *args: Arg, inputs: Sequence[TensorSpec] = (TensorSpec((4, 6), "float32"),), **kwargs: Arg
+) -> Program:
     """A program of one op on two ranks."""
     return Program(2, PAIR, tuple(inputs), (Op(target, args, kwargs),), ())
 
@@ -41,7 +54,9 @@ def values_of(node: Node) -> list[Tensor]:
 
 
 def interpreted(gm: GraphModule, program: Program, rank: int, mode: AbstractContextManager[Any]) -> dict[Node, Any]:
-    """What torch makes of every node inside ``mode``, from zeros of the inputs' geometry and over a backend that moves nothing."""
+    """What torch makes of every node inside ``mode``, from zeros of the inputs' geometry and over a backend that
+    moves nothing.
+    """
     results: dict[Node, Any] = {}
 
     def load(arg: Any) -> Any:
@@ -65,10 +80,21 @@ def interpreted(gm: GraphModule, program: Program, rank: int, mode: AbstractCont
     return results
 
 
-def storages(values: Sequence[Tensor]) -> list[int]:
-    """For each tensor the first that shares its storage."""
+def storages(values: Sequence[Tensor], same: Iterable[tuple[Tensor, Tensor]] = ()) -> list[int]:
+    """For each tensor the first that shares its storage, where those of the pairs ``same`` count as one storage."""
+    root: dict[int, int] = {}
+
+    def find(key: int) -> int:
+        while key in root:
+            key = root[key]
+        return key
+
+    for one, other in same:
+        left, right = find(tensor_meta(one).storage), find(tensor_meta(other).storage)
+        if left != right:
+            root[left] = right
     seen: dict[int, int] = {}
-    return [seen.setdefault(tensor_meta(v).storage, i) for i, v in enumerate(values)]
+    return [seen.setdefault(find(tensor_meta(v).storage), i) for i, v in enumerate(values)]
 
 
 def paired(gm: GraphModule, truth: dict[Node, Any]) -> Iterator[tuple[Node, Tensor, Tensor]]:
@@ -83,26 +109,34 @@ def paired(gm: GraphModule, truth: dict[Node, Any]) -> Iterator[tuple[Node, Tens
 @given(collective_programs(world_sizes=(2, 3, 4), kinds=RUN_BY_TORCH), st.data())
 @QUICK
 def test_metadata_is_what_executes(program: Program, data: st.DataObject) -> None:
-    """On every node metadata is exactly what torch's CPU kernels give, collectives included (an empty tensor's strides aside)."""
+    """On every node metadata is exactly what torch's CPU kernels give, collectives included (an empty tensor's strides
+    aside), and storages are shared where those share them, a wait counting as its operand.
+    """
     rank = data.draw(st.integers(0, program.world_size - 1))
     gm = build(program, rank)
-    for node, ours, theirs in paired(gm, interpreted(gm, program, rank, nullcontext())):
+    triples = list(paired(gm, interpreted(gm, program, rank, nullcontext())))
+    for node, ours, theirs in triples:
         if ours.numel():
             assert tensor_meta(ours)[:4] == tensor_meta(theirs)[:4], node.format_node()
         assert reaching(ours) == reaching(theirs), node.format_node()
+    waited = [(n.meta["val"], n.args[0].meta["val"]) for n in gm.graph.nodes if is_wait(n)]
+    assert storages([ours for _, ours, _ in triples], waited) == storages([theirs for _, _, theirs in triples])
 
 
-@pytest.mark.xfail(strict=False, reason="disagreement found and not yet explained; see the open issue")
 @given(collective_programs(world_sizes=(2, 3, 4), kinds=RUN_BY_TORCH), st.data())
 @QUICK
 def test_metadata_is_what_torch_fakes(program: Program, data: st.DataObject) -> None:
-    """On every node metadata and shared storages are those of torch's own fake kernels, but for strides that reach nothing."""
+    """On every node metadata and shared storages are those of torch's own fake kernels, but for strides that reach
+    nothing, and for collectives with ``out``, which torch fakes as new tensors although they return ``out``.
+    """
     rank = data.draw(st.integers(0, program.world_size - 1))
     gm = build(program, rank)
-    triples = list(paired(gm, interpreted(gm, program, rank, fake_mode())))
+    truth = interpreted(gm, program, rank, fake_mode())
+    triples = list(paired(gm, truth))
     for node, ours, theirs in triples:
         assert reaching(ours) == reaching(theirs), node.format_node()
-    assert storages([ours for _, ours, _ in triples]) == storages([theirs for _, _, theirs in triples])
+    into_out = [(truth[n], truth[n.kwargs["out"]]) for n in gm.graph.nodes if "out" in n.kwargs]
+    assert storages([ours for _, ours, _ in triples]) == storages([theirs for _, _, theirs in triples], into_out)
 
 
 def reaching(value: Tensor) -> tuple[Any, ...]:
@@ -132,16 +166,23 @@ def test_graph_is_whole(program: Program, rank: int) -> None:
 @given(collective_programs(world_sizes=(2,), kinds=RUN_BY_TORCH))
 @QUICK
 def test_graph_reads_as_a_traced_one(program: Program) -> None:
-    """Tracing a built graph with make_fx gives the same operators, on the same operands, with arguments of the same types."""
+    """Tracing a built graph with make_fx gives the same operators, on the same operands, with arguments of the same
+    types, where no operator is one that tracing takes apart.
+    """
     gm = build(program, 0)
-    if any(target_name(n) in ("aten.reshape.default", "aten.flatten.using_ints", "aten.narrow.default") for n in gm.graph.nodes):
-        return  # torch decomposes these while it traces
+    assume(not any(is_composite(n.target) for n in gm.graph.nodes if n.op == "call_function"))
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     with fake_world(2, 0, program.groups), fake_mode():
         traced = make_fx(gm)(*inputs)
     assert described(traced.graph) == described(gm.graph)
     names = [n.name for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     assert names == [n.name for n in traced.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+
+def is_composite(target: Any) -> bool:
+    """Whether torch runs the operator as several others, whatever the device."""
+    is_overload = isinstance(target, torch._ops.OpOverload)
+    return is_overload and target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def described(graph: Graph) -> list[Any]:
@@ -195,7 +236,15 @@ def call(program: Program, rank: int = 0) -> Node:
 def test_several_results_come_in_torch_s_form() -> None:
     """A list of tensors stays a list, several returns are a tuple, and no return is None."""
     eight = (TensorSpec((8,), "float32"), TensorSpec((8,), "float32"))
-    copy_in = single("fsdp.all_gather_copy_in.default", (Ref(0),), Ref(1), (8,), 8, 0, inputs=(eight[0], TensorSpec((16,), "float32")))
+    copy_in = single(
+        "fsdp.all_gather_copy_in.default",
+        (Ref(0),),
+        Ref(1),
+        (8,),
+        8,
+        0,
+        inputs=(eight[0], TensorSpec((16,), "float32")),
+    )
     assert isinstance(call(single("aten.split.Tensor", Ref(0), 2)).meta["val"], list)
     assert isinstance(call(copy_in).meta["val"], tuple)
     assert call(single("aten._foreach_copy_.default", (Ref(0),), (Ref(1),), inputs=eight)).meta["val"] is None
@@ -299,7 +348,9 @@ def test_broken_preconditions_are_named_by_rank() -> None:
 
 def test_no_code_is_generated() -> None:
     """Building leaves code generation to the first call, which then computes what the program says."""
-    program = Program(1, (), (TensorSpec((3,), "float32"),), (Op("aten.mul.Tensor", (Ref(0), FloatArg("inf"))),), (Ref(1),))
+    program = Program(
+        1, (), (TensorSpec((3,), "float32"),), (Op("aten.mul.Tensor", (Ref(0), FloatArg("inf"))),), (Ref(1),)
+    )
     gm = build(program, 0)
     assert "_code" not in vars(gm)
     assert gm(torch.ones(3))[0].tolist() == [float("inf")] * 3
@@ -340,7 +391,9 @@ def test_emit_agrees_with_build(program: Program) -> None:
             nodes[node] = emit_item(copy, nodes[node.args[0]], node.args[1])
         elif node.op == "call_function":
             args = torch.fx.map_arg(node.args, nodes.__getitem__)
-            nodes[node] = emit(copy, node.target, args, dict(node.kwargs) | torch.fx.map_arg(node.kwargs, nodes.__getitem__))
+            nodes[node] = emit(
+                copy, node.target, args, dict(node.kwargs) | torch.fx.map_arg(node.kwargs, nodes.__getitem__)
+            )
     ours = [v for node in nodes.values() for v in values_of(node)]
     theirs = [v for node in nodes for v in values_of(node)]
     assert [tensor_meta(v)[:4] for v in ours] == [tensor_meta(v)[:4] for v in theirs]

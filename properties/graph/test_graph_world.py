@@ -108,7 +108,9 @@ def test_a_user_s_own_group_comes_back(initialised: Any) -> None:
 
 
 def test_destroying_a_world_s_groups_harms_no_one(initialised: Any) -> None:
-    """A function that destroys all process groups destroys those of its world only, and the world can be entered again."""
+    """A function that destroys all process groups destroys those of its world only, and the world can be entered
+    again.
+    """
     before = seen()
     for _ in range(2):
         with fake_world(2, 1):
