@@ -27,8 +27,10 @@ narrowed); ``trials_needed`` gives the number that makes this smaller than ``1e-
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -102,13 +104,9 @@ class Field:
 
     def constant(self, value: float | int | bool) -> int:
         """A Python number as a field element: dyadic numbers exactly, n/d for small d as that rational."""
-        if isinstance(value, (bool, int)):
-            return int(value) % P
-        if value != value or value in (float("inf"), float("-inf")):
+        if isinstance(value, float) and not math.isfinite(value):
             return self.key("constant", str(value)) % P
-        small = Fraction(value).limit_denominator(1024)
-        exact = small if float(small) == value else Fraction(value)
-        return exact.numerator % P * pow(exact.denominator % P, P - 2, P) % P
+        return _rational(value)
 
     def random(self, size: Sequence[int], stride: Sequence[int], dtype: str, generator: torch.Generator) -> Tensor:
         """Uniform values of the given geometry, in the representable set of ``dtype`` where that is narrow."""
@@ -219,6 +217,16 @@ class Field:
             numel *= size
         out = torch.arange(numel, dtype=torch.int64).add_(total % P).remainder_(P)
         return self.hash(out, "opaque", tuple(map(int, shape)), *parts).reshape(tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _rational(value: float | int | bool) -> int:
+    """A finite number as a field element."""
+    if isinstance(value, int):
+        return value % P
+    small = Fraction(value).limit_denominator(1024)
+    exact = small if float(small) == value else Fraction(value)
+    return exact.numerator % P * pow(exact.denominator % P, P - 2, P) % P
 
 
 def _mix(x: Tensor, key: int) -> Tensor:

@@ -237,6 +237,7 @@ class _Rank:
         self.pending: dict[int, _State] = {}
         self.collectives: list[CollectiveRecord] = []
         self.watch: _Watch | None = _Watch() if watch else None
+        self.has_void = False
         self.waiting_at: str | None = None
         self.waiting_for = ""
 
@@ -276,7 +277,7 @@ class _Rank:
     def _arguments(self, instruction: Instruction) -> tuple[list[Any], list[Any]]:
         c, f = self.c, self.f
         args = instruction.args.copy()
-        halves = instruction.args.copy()
+        halves = args.copy()
         for i, slot in instruction.fills:
             args[i] = c[slot]
             halves[i] = f[slot]
@@ -290,6 +291,8 @@ class _Rank:
 
     def _is_void(self, instruction: Instruction) -> bool:
         f = self.f
+        if not self.has_void:
+            return False
         return any(f[slot] is None for _, slot in instruction.fills) or any(
             f[slot] is None for _, inner in instruction.list_fills for _, slot in inner
         )
@@ -327,6 +330,7 @@ class _Rank:
 
     def void(self, tensors: Any) -> None:
         """Memory was reinterpreted: nothing that shares it has a field half any more."""
+        self.has_void = True
         for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
             storage = tensor.untyped_storage()._cdata
             for slot, value in enumerate(self.c):
@@ -350,26 +354,22 @@ class _Rank:
         spec = instruction.collective
         assert spec is not None
         args, halves = self._arguments(instruction)
-        kwargs = dict(instruction.kwargs)
-        kwarg_halves = dict(kwargs)
-        for name, slot in instruction.kw_fills:
-            kwargs[name], kwarg_halves[name] = self.c[slot], self.f[slot]
         inputs = args[0] if spec.coalesced else [args[0]]
         input_halves = halves[0] if spec.coalesced else [halves[0]]
         group = args[spec.group]
         reduce_op = None if spec.reduce_op is None else args[spec.reduce_op]
-        place = None
-        size = args[spec.group_size] if spec.group_size is not None else place
+        size = args[spec.group_size] if spec.group_size is not None else None
         extra = _extra(spec, args)
         if spec.out is not None:
-            outputs, output_halves = [kwargs[spec.out]], [kwarg_halves[spec.out]]
+            slot = dict(instruction.kw_fills)[spec.out]
+            outputs, output_halves = [self.c[slot]], [self.f[slot]]
         elif instruction.writes:
             outputs, output_halves = list(inputs), list(input_halves)
         else:
             outputs = [_allocate(spec.kind, t, size, extra) for t in inputs]
-            output_halves = [
-                None if h is None else uninitialised(self.field, o) for h, o in zip(input_halves, outputs, strict=True)
-            ]
+            output_halves = [None if h is None else torch.empty(o.shape, dtype=torch.int64) for h, o in zip(input_halves, outputs, strict=True)]
+            if self.watch is not None:
+                self._poison(outputs, output_halves)
         state = _State(instruction.name, f"{spec.kind} on group {group!r} ({instruction.name})")
         for output in outputs:
             self.pending[output.untyped_storage()._cdata] = state
@@ -394,6 +394,13 @@ class _Rank:
         return _Started(
             self.number, instruction.name, spec.kind, group, reduce_op, inputs, input_halves, outputs, output_halves, extra, state
         )
+
+    def _poison(self, outputs: list[Tensor], halves: list[Tensor | None]) -> None:
+        """Until a wait a result holds poison; only where touching it is watched for, since completion overwrites all of it."""
+        for output, half in zip(outputs, halves, strict=True):
+            output.fill_(_FLOAT_POISON if output.dtype.is_floating_point else _INT_POISON)
+            if half is not None:
+                half.copy_(uninitialised(self.field, output))
 
     def _wait(self, instruction: Instruction) -> bool:
         source = instruction.fills[0][1]
@@ -521,8 +528,7 @@ def _allocate(kind: str, x: Tensor, size: int | None, extra: tuple[Any, ...]) ->
         shape[0] //= size or 1
     elif kind == "all_to_all" and extra[0] is not None:
         shape[0] = sum(extra[0])
-    out = torch.empty(shape, dtype=x.dtype)
-    return out.fill_(_FLOAT_POISON if x.dtype.is_floating_point else _INT_POISON)
+    return torch.empty(shape, dtype=x.dtype)
 
 
 def _disagreement(slot: list[_Started]) -> str | None:

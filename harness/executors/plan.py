@@ -27,6 +27,21 @@ OUTPUT: Final = 4
 _UNINITIALISED: Final = frozenset(
     f"aten.{name}" for name in ("empty.memory_format", "new_empty.default", "empty_like.default", "empty_strided.default")
 )
+_QUICK: Final[dict[str, Callable[..., Any]]] = {
+    "aten.add.Tensor": torch.add,
+    "aten.sub.Tensor": torch.sub,
+    "aten.mul.Tensor": torch.mul,
+    "aten.neg.default": torch.neg,
+    "aten.relu.default": torch.relu,
+    "aten.cat.default": torch.cat,
+    "aten.clone.default": torch.clone,
+    "aten.copy_.default": torch.Tensor.copy_,
+    "aten.view.default": torch.Tensor.view,
+    "aten.reshape.default": torch.reshape,
+    "aten.transpose.int": torch.transpose,
+    "aten.split_with_sizes.default": torch.split_with_sizes,
+}
+"""The same kernels through bindings that read their arguments faster than an overload does."""
 _VIEWS: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 _NO_READ: Final = frozenset({"factory", "view"})
 _OPAQUE: Final = frozenset(name for name, spec in TABLE.items() if spec.kind == "opaque")
@@ -135,7 +150,7 @@ def compile_plan(gm: GraphModule, *, views_may_copy: bool = False) -> Plan:
         elif node.op == "call_function":
             instruction = _instruction(node, slots)
             if views_may_copy and instruction.target in _VIEWS:
-                instruction = instruction._replace(fn=torch.ops.aten.reshape.default._op)
+                instruction = instruction._replace(fn=torch.reshape)
             slots[node] = instruction.slot
             degrees.append(_degree(instruction, [degrees[slots[n]] for n in node.all_input_nodes]))
             num_hashes += instruction.rule is not None and not instruction.is_view
@@ -206,7 +221,7 @@ def _instruction(node: Node, slots: dict[Node, int]) -> Instruction:
     no_reads = spec.kind in _NO_READ or target in _UNINITIALISED
     reads = () if no_reads else tuple(i for i in operands if i not in overwritten)
     code = WAIT if spec.kind == "wait" else START if spec.collective is not None else OP
-    fn = getattr(node.target, "_op", node.target)
+    fn = _QUICK.get(target) or getattr(node.target, "_op", node.target)
     return Instruction(
         code,
         len(slots),

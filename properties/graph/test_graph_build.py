@@ -126,15 +126,17 @@ def test_metadata_is_what_executes(program: Program, data: st.DataObject) -> Non
 @given(collective_programs(world_sizes=(2, 3, 4), kinds=RUN_BY_TORCH), st.data())
 @QUICK
 def test_metadata_is_what_torch_fakes(program: Program, data: st.DataObject) -> None:
-    """On every node metadata and shared storages are those of torch's own fake kernels, but for strides that reach
-    nothing, and for collectives with ``out``, which torch fakes as new tensors although they return ``out``.
+    """On every node sizes, strides that reach something, dtype and shared storages are those of torch's own fake kernels.
+
+    These stray from what executes where a collective has ``out``, which they do not return, and where a wait's operand
+    has an offset, which they drop; there a graph has what executes.
     """
     rank = data.draw(st.integers(0, program.world_size - 1))
     gm = build(program, rank)
     truth = interpreted(gm, program, rank, fake_mode())
     triples = list(paired(gm, truth))
     for node, ours, theirs in triples:
-        assert reaching(ours) == reaching(theirs), node.format_node()
+        assert reaching(ours)[:3] == reaching(theirs)[:3], node.format_node()
     into_out = [(truth[n], truth[n.kwargs["out"]]) for n in gm.graph.nodes if "out" in n.kwargs]
     assert storages([ours for _, ours, _ in triples]) == storages([theirs for _, _, theirs in triples], into_out)
 
@@ -167,16 +169,24 @@ def test_graph_is_whole(program: Program, rank: int) -> None:
 @QUICK
 def test_graph_reads_as_a_traced_one(program: Program) -> None:
     """Tracing a built graph with make_fx gives the same operators, on the same operands, with arguments of the same
-    types, where no operator is one that tracing takes apart.
+    types, where no operator is one that tracing takes apart, adds of its own accord, or renames.
     """
     gm = build(program, 0)
-    assume(not any(is_composite(n.target) for n in gm.graph.nodes if n.op == "call_function"))
+    assume(not any(is_composite(n.target) or is_detach(n) for n in gm.graph.nodes if n.op == "call_function"))
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     with fake_world(2, 0, program.groups), fake_mode():
         traced = make_fx(gm)(*inputs)
+    for node in reversed(list(traced.graph.nodes)):
+        if is_detach(node) and not node.users:
+            traced.graph.erase_node(node)
     assert described(traced.graph) == described(gm.graph)
     names = [n.name for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     assert names == [n.name for n in traced.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+
+def is_detach(node: Node) -> bool:
+    """Whether the node is a detach, which some versions trace as an alias."""
+    return node.op == "call_function" and target_name(node) in ("aten.detach.default", "aten.alias.default")
 
 
 def is_composite(target: Any) -> bool:
