@@ -8,13 +8,14 @@ reinterpreted so that there is none; an in-place rule writes the field half it i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from harness.executors.algebra import Field, P
+from harness.graph import bucket_dtypes
 
 __all__ = ["RULES", "Rule", "dtype_name", "uninitialised"]
 
@@ -273,7 +274,7 @@ def _pre_bucket_reduce_scatter(field: Field, c: list[Any], f: list[Any], kw: dic
 def _pre_bucket_all_gather(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor | None:
     """The bucket holds each input, cast to its output dtype, in this rank's chunk; elsewhere memory nobody wrote."""
     inputs, group_size, dtype, out_dtypes, rank = c[:5]
-    dtypes = [_all_dtypes()[i] for i in out_dtypes]
+    dtypes = [bucket_dtypes()[i] for i in out_dtypes]
     if any(d is not dtype for d in dtypes):
         return None
     chunk = torch.cat([_operand(field, x, half, dtype).reshape(-1) for x, half in zip(inputs, f[0], strict=True)])
@@ -289,13 +290,6 @@ def _all_gather_copy_in(field: Field, c: list[Any], f: list[Any], kw: dict[str, 
     for part, source, half in zip(chunk.split(list(c[2])), c[0], f[0], strict=True):
         part.copy_(_operand(field, source, half, c[1].dtype))
     return chunk, f[1]
-
-
-def _all_dtypes() -> Sequence[torch.dtype]:
-    """The table that the bucketing operators of the installed torch number dtypes by."""
-    from torch._inductor.fx_passes import bucketing
-
-    return bucketing._ALL_DTYPES
 
 
 def uninitialised(field: Field, out: Tensor) -> Tensor:

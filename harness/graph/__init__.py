@@ -15,17 +15,20 @@ from harness.graph.analysis import (
 )
 from harness.graph.build import build, emit, emit_item, fake_mode
 from harness.graph.fake_world import fake_world
+from harness.graph.private import bucket_dtypes, group_rank
 from harness.graph.read import program_from_graphs
 from harness.graph.tracing import trace
 
 __all__ = [
     "Ancestors",
+    "bucket_dtypes",
     "build",
     "collectives",
     "emit",
     "emit_item",
     "fake_mode",
     "fake_world",
+    "group_rank",
     "is_collective",
     "is_wait",
     "program_from_graphs",

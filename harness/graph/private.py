@@ -7,10 +7,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from harness.errors import Unsupported
 
-__all__ = ["private"]
+__all__ = ["bucket_dtypes", "group_rank", "private"]
 
 
 @lru_cache(maxsize=None)
@@ -24,3 +25,13 @@ def private(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise Unsupported(f"{module}.{name}", None, f"torch {torch.__version__} lacks it ({error})") from None
+
+
+def group_rank(name: str) -> int:
+    """This process's rank within the group that c10d knows by ``name``."""
+    return dist.get_rank(private("torch.distributed.distributed_c10d", "_resolve_process_group")(name))
+
+
+def bucket_dtypes() -> tuple[torch.dtype, ...]:
+    """The table by which the bucketing operators of the installed torch number dtypes."""
+    return tuple(private("torch._inductor.fx_passes.bucketing", "_ALL_DTYPES"))

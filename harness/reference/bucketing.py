@@ -46,11 +46,9 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Final, Literal, get_args
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, GraphModule, Node
 
-from harness.graph import emit, emit_item, is_collective, is_wait, start_of, target_name, waits
+from harness.graph import bucket_dtypes, emit, emit_item, group_rank, is_collective, is_wait, start_of, target_name, waits
 from harness.ops import TABLE
 
 __all__ = [
@@ -610,7 +608,7 @@ def _merge_all_gather(e: _Emitter, bucket: list[_Collective], options: Bucketing
         packed = e("aten.cat.default", [e.flat(s, dtype) for s in sources])
         gathered = e(_C10D + "all_gather_into_tensor.default", packed, size, group)
     else:
-        buffer, rank = _pre_bucket(e, sources, dtype, size, group), dist.get_rank(_resolve_process_group(group))  # type: ignore[arg-type]
+        buffer, rank = _pre_bucket(e, sources, dtype, size, group), group_rank(group)
         chunk = e("aten.slice.Tensor", buffer, 0, sum(numels) * rank, sum(numels) * (rank + 1))
         gathered = e(_C10D + "all_gather_into_tensor_out.default", chunk, size, group, out=buffer)
     rows = e("aten.view.default", e(_C10D + "wait_tensor.default", gathered), [size, sum(numels)])
@@ -619,10 +617,8 @@ def _merge_all_gather(e: _Emitter, bucket: list[_Collective], options: Bucketing
 
 
 def _pre_bucket(e: _Emitter, sources: list[Node], dtype: torch.dtype, size: int, group: str) -> Node:
-    from torch._inductor.fx_passes import bucketing
-
-    number = bucketing._ALL_DTYPES.index(dtype)
-    rank = dist.get_rank(_resolve_process_group(group))  # type: ignore[arg-type]
+    number = bucket_dtypes().index(dtype)
+    rank = group_rank(group)
     return e("bucketing._pre_bucket_all_gather.default", list(sources), size, dtype, [number] * len(sources), rank)
 
 
