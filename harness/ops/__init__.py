@@ -72,8 +72,12 @@ def _plain(arg: Any, storages: dict[int, int], group_sizes: Mapping[str, int]) -
 def _infer(target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Value:
     try:
         result = TABLE[target].rule(*args, **dict(kwargs))
-    except (TypeError, AttributeError, KeyError, IndexError) as error:
-        raise OpError(f"{target} does not take these arguments ({error})") from None
+    except OpError:
+        raise
+    except Exception as error:  # a rule is a pure function of these arguments: whatever it stumbles over is theirs
+        raise OpError(f"does not take these arguments ({type(error).__name__}: {error})") from None
+    if not isinstance(result, TensorMeta) and not (isinstance(result, tuple) and all(isinstance(m, TensorMeta) for m in result)):
+        raise OpError("does not take these arguments (a tensor is missing)")
     return result
 
 
@@ -118,8 +122,6 @@ def _inferred(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any], group_si
         raise InvalidProgram(f"{path}.target", f"operator {op.target!r} is not in the table") from None
     except OpError as error:
         raise InvalidProgram(path, f"{op.target}: {error}") from None
-    except (OverflowError, MemoryError, ZeroDivisionError) as error:
-        raise InvalidProgram(path, f"{op.target}: arguments out of range ({error})") from None
 
 
 def _resolved(arg: Any, values: list[Value], path: str) -> Any:

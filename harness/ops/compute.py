@@ -38,7 +38,8 @@ def _binary(*, floats: bool = False, no_bool: bool = False) -> Rule:
     def rule(self: TensorMeta, other: Operand, alpha: float = 1) -> TensorMeta:
         operands = _metas(self, other)
         dtype = computation_dtype(self, other)
-        require(not (no_bool and "bool" in {m.dtype for m in operands} and dtype == "bool"), "subtraction of bools")
+        has_bool = isinstance(other, bool) or "bool" in {m.dtype for m in operands}
+        require(not (no_bool and has_bool), "a bool is subtracted or subtracted from")
         if floats and DTYPES[dtype].kind != "float":
             dtype = "float32"
         require(alpha == 1 or DTYPES[dtype].kind == "float" or isinstance(alpha, int), f"alpha {alpha} for {dtype}")
@@ -81,13 +82,12 @@ def _unary_(kinds: str) -> Rule:
 
 
 def _comparison(self: TensorMeta, other: Operand) -> TensorMeta:
-    computation_dtype(self, other)
-    return elementwise(_metas(self, other), "bool")
+    return elementwise(_metas(self, other), "bool", computation_dtype(self, other))
 
 
 def _to_bool(self: TensorMeta) -> TensorMeta:
     require_dtype(self, _NUMERIC, "this predicate")
-    return elementwise([self], "bool")
+    return elementwise([self], "bool", self.dtype)
 
 
 def _extremum(self: TensorMeta, other: TensorMeta) -> TensorMeta:

@@ -184,8 +184,16 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(result)
 
 
-def elementwise(operands: Sequence[TensorMeta], dtype: str) -> TensorMeta:
-    """The result of a pointwise operator: shapes broadcast, order of dimensions kept as TensorIterator keeps it."""
+def elementwise(operands: Sequence[TensorMeta], dtype: str, compute: str | None = None) -> TensorMeta:
+    """The result of a pointwise operator: shapes broadcast, order of dimensions kept as TensorIterator keeps it.
+
+    Args:
+        operands: the tensors.
+        dtype: of the result.
+        compute: the dtype computed in, where it is another: operands of other dtypes are copied to it first, which lays out anew
+            those that are not dense.
+    """
+    operands = [_cast(m, compute or dtype) for m in operands]
     shape = broadcast_shapes(*(m.shape for m in operands))
     if all(m.shape == shape for m in operands):
         if all(m.is_contiguous for m in operands):
@@ -200,6 +208,13 @@ def elementwise(operands: Sequence[TensorMeta], dtype: str) -> TensorMeta:
         itemsize = DTYPES[m.dtype].itemsize
         strides.append([0] * lead + [step * itemsize for step in own])
     return fresh(shape, dtype, dense_stride(shape, strides))
+
+
+def _cast(meta: TensorMeta, dtype: str) -> TensorMeta:
+    if meta.dtype == dtype:
+        return meta
+    stride = meta.stride if is_dense(meta.shape, meta.stride) else dense_stride(meta.shape, [meta.stride])
+    return TensorMeta(meta.shape, stride, dtype)
 
 
 def computation_dtype(*operands: object) -> str:

@@ -176,7 +176,7 @@ def repeat(self: TensorMeta, repeats: Sequence[int]) -> TensorMeta:
 def where(condition: TensorMeta, self: TensorMeta, other: TensorMeta) -> TensorMeta:
     require(condition.dtype == "bool", f"the condition is {condition.dtype}; must be bool")
     dtype = computation_dtype(self, other)
-    return elementwise([m._replace(dtype=dtype) if m is not condition else m for m in (condition, self, other)], dtype)
+    return elementwise([m._replace(dtype=dtype) for m in (condition, self, other)], dtype)
 
 
 def _declare(target: str, kind: Kind, rule: object) -> OpSpec:
