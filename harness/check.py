@@ -111,7 +111,7 @@ def signatures(verdict: Verdict, subject: Subject) -> tuple[tuple[Reason, Signat
 
 def _signature(reason: Reason, subject: Subject) -> Signature:
     is_exception = reason.law in ("applies", "runs")
-    detail = normalise_message(reason.seen or "") if is_exception else ""
+    detail = normalise_message(reason.seen or "") if is_exception else reason.detail
     return Signature(subject.feature, subject.label, reason.law, reason.kind, detail)
 
 

@@ -264,7 +264,7 @@ def _select_scatter(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any]
 
 
 def _view_dtype(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor | None:
-    return f[0].view(f[0].shape) if c[0].dtype is out.dtype else None
+    return f[0].view(torch.int64) if c[0].dtype is out.dtype else None
 
 
 def _pre_bucket_reduce_scatter(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor:

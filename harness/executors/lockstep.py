@@ -321,7 +321,7 @@ class _Rank:
         half = rule(self.field, args, halves, instruction.kwargs, out)
         if half is None:
             self.void(out)
-        elif not instruction.writes and type(half) is Tensor and (
+        elif not instruction.writes and not instruction.is_view and type(half) is Tensor and (
             half.stride() != out.stride() or half.shape != out.shape
         ):
             aligned = torch.empty_strided(out.shape, out.stride(), dtype=torch.int64)

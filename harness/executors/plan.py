@@ -150,7 +150,7 @@ def compile_plan(gm: GraphModule, *, views_may_copy: bool = False) -> Plan:
         elif node.op == "call_function":
             instruction = _instruction(node, slots)
             if views_may_copy and instruction.target in _VIEWS:
-                instruction = instruction._replace(fn=torch.reshape)
+                instruction = instruction._replace(fn=_or_copy(instruction.fn))
             slots[node] = instruction.slot
             degrees.append(_degree(instruction, [degrees[slots[n]] for n in node.all_input_nodes]))
             num_hashes += instruction.rule is not None and not instruction.is_view
@@ -165,6 +165,19 @@ def compile_plan(gm: GraphModule, *, views_may_copy: bool = False) -> Plan:
     return Plan(
         tuple(instructions), len(slots), num_inputs, outputs, num_hashes, max(degrees, default=1), names, narrows, is_opaque
     )
+
+
+def _or_copy(view: Callable[..., Any]) -> Callable[..., Any]:
+    """``view``, or a reshape where that needs a copy."""
+
+    def run(x: torch.Tensor, size: list[int]) -> torch.Tensor:
+        try:
+            result: torch.Tensor = view(x, size)
+        except RuntimeError:
+            return x.reshape(size)
+        return result
+
+    return run
 
 
 def _narrows(node: Node, instruction: Instruction) -> bool:

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from harness.oracles.evidence import Evidence
 from harness.oracles.numerics import first_difference
 from harness.spec.outcome import Outcome, RankOutcome, TensorRecord
+from harness.spec.program import Ref
 from harness.spec.verdict import Reason
 
 __all__ = ["equal_inputs", "equal_metadata", "equal_outputs", "equal_strides", "is_proved", "runs"]
+
+_LAYOUT_DEPENDENT = frozenset({"aten.as_strided.default"})
 
 
 def runs(e: Evidence) -> list[Reason]:
@@ -95,14 +98,34 @@ def _equal(e: Evidence, which: str, law: str) -> list[Reason]:
             }[kind]
             at = f", first at {where}: expected {expected}, seen {seen} ({num} elements differ)" if where else ""
             return [
-                Reason(law, "FAIL", kind, f"{name} on rank {rank} {why}{at}", rank=rank, node=name, index=where or None, expected=expected, seen=seen, allowed="bitwise equal")
+                Reason(law, "FAIL", kind, f"{name} on rank {rank} {why}{at}", rank=rank, node=name, index=where or None, expected=expected, seen=seen, allowed="bitwise equal", detail=_by_layout(e, which, i))
             ]
         if field_differs and not field_only:
             kind = "poison" if (rank, i) in poisoned else "field"
             status = "FAIL" if e.is_exact or kind == "poison" else "PASS"
             message = f"{name} on rank {rank} is another function of the inputs, though equal on the numbers tried"
-            field_only.append(Reason(law, status, kind, message, rank=rank, node=name, allowed="equal for all inputs"))  # type: ignore[arg-type]
+            field_only.append(Reason(law, status, kind, message, rank=rank, node=name, allowed="equal for all inputs", detail=_by_layout(e, which, i)))  # type: ignore[arg-type]
     return [r for r in field_only if r.status == "FAIL"]
+
+
+def _by_layout(e: Evidence, which: str, number: int) -> str:
+    """The operators above a tensor that depend on where in its storage an operand lies: such faults are of a kind of their own."""
+    num_inputs = len(e.program.inputs)
+    refs = [Ref(i) for i in range(num_inputs)] if which == "inputs" else e.program.outputs
+    if number >= len(refs):
+        return ""
+    stack, seen, found = [refs[number].value], set(), set()
+    while stack:
+        value = stack.pop()
+        if value < num_inputs or value in seen:
+            continue
+        seen.add(value)
+        op = e.program.ops[value - num_inputs]
+        if op.target in _LAYOUT_DEPENDENT:
+            found.add(op.target)
+        for arg in (*op.args, *op.kwargs.values()):
+            stack.extend(item.value for item in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(item, Ref))
+    return " ".join(sorted(found))
 
 
 def _poisoned(e: Evidence, which: str) -> set[tuple[int, int]]:

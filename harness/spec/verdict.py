@@ -42,6 +42,7 @@ class Reason(Struct, frozen=True, omit_defaults=True):
         message: one sentence for a person.
         rank, node, index: where.
         expected, seen, allowed: what was expected, what was seen, what would have been allowed.
+        detail: what else parts this fault from others of its law and kind, for the signature.
     """
 
     law: str
@@ -54,6 +55,7 @@ class Reason(Struct, frozen=True, omit_defaults=True):
     expected: str | None = None
     seen: str | None = None
     allowed: str | None = None
+    detail: str = ""
 
 
 class Signature(Struct, frozen=True, order=True):
@@ -64,7 +66,7 @@ class Signature(Struct, frozen=True, order=True):
         subject: the subject with the pass that ran, as ``inductor:all_gather/custom_ops``.
         law: the law that failed.
         kind: the kind of discrepancy, or the exception's type.
-        detail: the normalised message (see ``normalise_message``) of an exception, else empty.
+        detail: the normalised message (see ``normalise_message``) of an exception, else the reason's own detail.
     """
 
     feature: str

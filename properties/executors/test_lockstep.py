@@ -12,7 +12,7 @@ from harness.executors.lockstep import Lockstep
 from harness.graph import build
 from harness.spec.dtypes import DTYPES
 from harness.spec.outcome import Outcome
-from harness.spec.program import Arg, Group, GroupArg, Op, Program, Ref, TensorSpec
+from harness.spec.program import Arg, DTypeArg, Group, GroupArg, Op, Program, Ref, TensorSpec
 
 C10D = "_c10d_functional."
 WORLD = Group("world", ((0, 1, 2, 3),))
@@ -221,3 +221,30 @@ def test_world_sizes(world_size: int) -> None:
     outcome = lockstep.run(draw_inputs(program, "small", FIELD, 0), FIELD, trial="small", poison_seed=1, keep=True)
     data = outcome.ranks[-1].outputs[0].data
     assert data == world_size.to_bytes(8, "little") * 3
+
+
+def test_a_dtype_view_to_the_same_dtype_is_an_alias_in_both_halves() -> None:
+    """A piece of a buffer seen as its own dtype still lies in the buffer: a strided view from the storage's start sees the start."""
+    program = _program(
+        _op("aten.view.default", Ref(0), (1, 4)),
+        _op("aten.split_with_sizes.default", Ref(1), (1, 3), 1),
+        Op("aten.view.dtype", (Ref(2, 1), DTypeArg("float32"))),
+        _op("aten.as_strided.default", Ref(3), (2,), (1,), 0),
+    )
+    outcome, inputs, halves = _run(program)
+    concrete, field = _tensors(outcome)
+    assert torch.equal(concrete[0], inputs[0][0][:2]) and torch.equal(field[0], halves[0][0][:2])
+
+
+def test_a_view_that_needs_a_copy_makes_one_only_where_that_is_asked_for() -> None:
+    """With ``views_may_copy`` a view that strides forbid is a reshape, and any other view is what it was, version counter too."""
+    program = _program(
+        _op("aten._unsafe_view.default", Ref(0), (2, 2)), _op("aten.view.default", Ref(0), (2, 2)), outputs=(0, 1, 2)
+    )
+    runs = [
+        Lockstep([build(program, 0)], program.groups, 4, views_may_copy=copies).run(
+            draw_inputs(program, "small", FIELD, 3), FIELD, trial="small", poison_seed=1
+        )
+        for copies in (False, True)
+    ]
+    assert runs[0] == runs[1]
