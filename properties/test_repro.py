@@ -20,7 +20,7 @@ from harness.errors import Unsupported
 from harness.findings import environment, load_program
 from harness.graph import trace as trace_program
 from harness.ledger import golden_folder
-from harness.ops import infer_program
+from harness.ops import REGISTERED_BY, infer_program
 from harness.report.repro import repro_script
 from harness.report.script import script_program
 from harness.spec.meta import TensorMeta
@@ -148,8 +148,9 @@ def test_script_program_is_the_program(program: Program) -> None:
     parts = script_program(program)
     assume(all(groups == ((0, 1),) for groups in parts.groups.values()))
     code = f"import torch\naten, c10d = torch.ops.aten, torch.ops._c10d_functional\n{parts.program}\n{parts.inputs}"
+    imports = "".join(f"import {m}\n" for n, m in REGISTERED_BY.items() if f"torch.ops.{n}." in code)
     scope: dict[str, Any] = {}
-    exec(code, scope)
+    exec(imports + code, scope)
     given_inputs = scope["inputs"](0)
     assert [tuple(t.shape) for t in given_inputs] == [spec.shape for spec in program.inputs]
     for spec, tensor in zip(program.inputs, given_inputs, strict=True):

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from harness.errors import Unsupported
 from harness.graph.private import private
-from harness.ops import TABLE
+from harness.ops import REGISTERED_BY, TABLE
 from harness.spec.meta import TensorMeta
 
 __all__ = [
@@ -33,11 +33,6 @@ __all__ = [
 ]
 
 WAIT = "_c10d_functional.wait_tensor.default"
-_REGISTERED_BY = {
-    "bucketing": "torch._inductor.fx_passes.bucketing",
-    "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_collectives",
-    "_c10d_functional": "torch.distributed._functional_collectives",
-}
 
 
 @lru_cache(maxsize=None)
@@ -52,8 +47,8 @@ def resolve(target: str) -> Any:
     if not (namespace and name and overload):
         raise Unsupported(target, None, "no overload's full name; must be as aten.add.Tensor")
     try:
-        if namespace in _REGISTERED_BY:
-            importlib.import_module(_REGISTERED_BY[namespace])
+        if namespace in REGISTERED_BY:
+            importlib.import_module(REGISTERED_BY[namespace])
         found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except (AttributeError, ImportError) as error:
         raise Unsupported(target, None, f"torch {torch.__version__} has no such operator ({error})") from None

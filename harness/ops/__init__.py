@@ -17,9 +17,16 @@ from harness.spec.meta import TensorMeta
 from harness.spec.program import DTypeArg, FloatArg, GroupArg, Op, PerRank, Program, Ref, contiguous_stride, decode_program
 from harness.spec.verdict import Finding, decode_finding
 
-__all__ = ["TABLE", "CollectiveSpec", "OpError", "OpSpec", "infer", "infer_program", "read_finding", "read_program"]
+__all__ = ["REGISTERED_BY", "TABLE", "CollectiveSpec", "OpError", "OpSpec", "infer", "infer_program", "read_finding", "read_program"]
 
 TABLE: Final[Mapping[str, OpSpec]] = MappingProxyType({spec.target: spec for spec in (*VIEWS, *MOVES, *COMPUTE, *COLLECTIVES)})
+
+REGISTERED_BY: Final[Mapping[str, str]] = {
+    "_c10d_functional": "torch.distributed._functional_collectives",
+    "bucketing": "torch._inductor.fx_passes.bucketing",
+    "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+}
+"""The module of torch whose import registers the operators of a namespace, where ``import torch`` does not."""
 
 Value = TensorMeta | tuple[TensorMeta, ...]
 

@@ -13,6 +13,7 @@ import textwrap
 from typing import Final, NamedTuple
 
 from harness.errors import Unsupported
+from harness.ops import REGISTERED_BY
 from harness.report import blocks
 from harness.report.script import ScriptProgram, collective_dtypes, script_program
 from harness.spec.verdict import Finding, Reason
@@ -276,7 +277,8 @@ def _imports(code: str, tested: _Pass) -> str:
     if "import importlib.util" in plain:
         plain.discard("import importlib")
     packages = ["import torch", "import torch.distributed as dist"]
-    packages += ["import torch.distributed._functional_collectives  # registers the operators"]
+    used = [m for namespace, m in REGISTERED_BY.items() if namespace == "_c10d_functional" or f"torch.ops.{namespace}." in code]
+    packages += [f"import {module}  # registers the operators" for module in used]
     packages += ["import torch.multiprocessing as mp"] if "mp.get_context" in code else []
     froms = [line for line in tested.imports if line.startswith("from ")]
     froms.append("from torch.fx.experimental.proxy_tensor import make_fx")
