@@ -7,6 +7,8 @@ the ledger or this hunt already knows returns normally, so that the search goes 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -175,18 +177,42 @@ def hunt(
     start = time.monotonic()
     budget = seconds if seconds is not None else (None if cases is not None else 60.0)
     try:
-        for i, name in enumerate(names):
-            end = None if budget is None else start + budget * (i + 1) / len(names)
-            limit = None if cases is None else cases // len(names) + (i < cases % len(names))
-            grace = 0.0 if budget is None else min(_SHRINK_SECONDS, budget * _LAST_SHRINK_SHARE)
-            _Hunter(name, subject(name), world_size, known, report, observer or Observer(), out).run(
-                end, limit, seed, grace
-            )
+        with _interrupts() as is_interrupted:
+            for i, name in enumerate(names):
+                end = None if budget is None else start + budget * (i + 1) / len(names)
+                limit = None if cases is None else cases // len(names) + (i < cases % len(names))
+                grace = 0.0 if budget is None else min(_SHRINK_SECONDS, budget * _LAST_SHRINK_SHARE)
+                hunter = _Hunter(name, subject(name), world_size, known, report, observer or Observer(), out, is_interrupted)
+                hunter.run(end, limit, seed, grace)
     except KeyboardInterrupt:
         report.interrupted = True
     report.seconds = time.monotonic() - start
     report.phase_seconds["draw"] = report.seconds - sum(s for name, s in report.phase_seconds.items() if name != "draw")
     return report
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed; it ends the hunt before the next case, and a second one at once.
+
+    Python's own handler raises wherever it finds the program, and is lost in a callback that nothing can be raised from.
+    """
+    pressed = False
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: pressed
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Hunter:
@@ -201,6 +227,7 @@ class _Hunter:
         report: HuntReport,
         observer: Observer,
         out: Path,
+        is_interrupted: Callable[[], bool],
     ) -> None:
         self.feature = feature
         self.variants = subject.variants()
@@ -210,6 +237,7 @@ class _Hunter:
         self.report = report
         self.observer = observer
         self.out = out
+        self.is_interrupted = is_interrupted
         self.clock = PhaseClock()
         self.best: dict[Signature, _Best] = {}
         self.classes: dict[Signature, type[_Found]] = {}
@@ -282,6 +310,8 @@ class _Hunter:
                 raise others from None
 
     def _judge(self, program: Program, variant: Subject) -> None:
+        if self.is_interrupted():
+            raise KeyboardInterrupt
         shrinking = self.failing_since is not None
         if self._too_long() if shrinking else self._is_over():
             raise _Stop
