@@ -85,7 +85,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
         signature = {"program": "program(*tensors)", "inputs": "inputs(rank, world_size)"}[name]
         seen = "is missing" if found is None else f"is a {type(found).__name__}"
         raise InvalidProgram(name, f"{seen}; must be a function {signature}", source=str(path))
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _as_tuple(inputs: Callable[..., Any]) -> Callable[[int, int], tuple[Tensor, ...]]:

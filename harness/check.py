@@ -18,7 +18,7 @@ from harness.errors import Unsupported
 from harness.executors.algebra import Field, error_bound, trials_needed
 from harness.executors.inputs import TrialKind, draw_inputs, fresh
 from harness.executors.lockstep import Lockstep
-from harness.graph import build, collectives, fake_world
+from harness.graph import build_all, collectives, fake_world
 from harness.ops import infer_program
 from harness.oracles import aliasing, equivalence, graphs, schedule
 from harness.oracles.evidence import Evidence, Law
@@ -124,7 +124,7 @@ def _check(
 ) -> Verdict:
     with timer.phase("build"):
         metas = infer_program(program)
-        per_rank = [build(program, rank, metas) for rank in range(program.world_size)]
+        per_rank = build_all(program, metas)
         original = Lockstep(per_rank if _differs_by_rank(program) else per_rank[:1], program.groups, program.world_size)
     promised = frozenset(laws) | {"applies"} if "*" in subject.promises else subject.promises
     transformed = _transform(program, subject, per_rank, timer)

@@ -303,7 +303,7 @@ def _empty(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Te
 
 
 def _aten(names: str, rule: Callable[[str], Rule] | Rule, *, named: bool = False) -> dict[str, Rule]:
-    return {f"aten.{name}": (rule(name) if named else rule) for name in names.split()}  # type: ignore[misc, arg-type]
+    return {f"aten.{name}": (rule(name) if named else rule) for name in names.split()}  # type: ignore[call-arg, arg-type, misc]
 
 
 def _pure_name(name: str) -> Rule:

@@ -679,7 +679,7 @@ def _tensor_record(
         dtype_name(tensor.dtype),
         tuple(tensor.shape),
         tensor.stride(),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         storages[storage._cdata],
         storage.nbytes(),
         hashlib.blake2b(data, digest_size=16).hexdigest(),

@@ -234,7 +234,8 @@ def _instruction(node: Node, slots: dict[Node, int]) -> Instruction:
     no_reads = spec.kind in _NO_READ or target in _UNINITIALISED
     reads = () if no_reads else tuple(i for i in operands if i not in overwritten)
     code = WAIT if spec.kind == "wait" else START if spec.collective is not None else OP
-    fn = _QUICK.get(target) or getattr(node.target, "_op", node.target)
+    own: Any = node.target
+    fn = _QUICK.get(target) or getattr(own, "_op", own)
     return Instruction(
         code,
         len(slots),

@@ -13,7 +13,7 @@ from harness.graph.analysis import (
     tensor_meta,
     waits,
 )
-from harness.graph.build import build, emit, emit_item, fake_mode
+from harness.graph.build import build, build_all, emit, emit_item, fake_mode
 from harness.graph.fake_world import fake_world
 from harness.graph.private import bucket_dtypes, group_rank
 from harness.graph.read import program_from_graphs
@@ -23,6 +23,7 @@ __all__ = [
     "Ancestors",
     "bucket_dtypes",
     "build",
+    "build_all",
     "collectives",
     "emit",
     "emit_item",

@@ -27,7 +27,7 @@ from harness.spec.program import DTypeArg, FloatArg, GroupArg, Op, PerRank, Prog
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["build", "emit", "emit_item", "fake_mode"]
+__all__ = ["build", "build_all", "emit", "emit_item", "fake_mode"]
 
 _FAKE_TENSOR: Final = "torch._subclasses.fake_tensor"
 _CPU: Final = torch.device("cpu")
@@ -102,6 +102,10 @@ def _several(target: Any, values: list[Tensor]) -> list[Tensor] | tuple[Tensor, 
     return None if num_returns == 0 else values if num_returns == 1 else tuple(values)
 
 
+_Place = tuple[int, int | None]
+"""A value's number, and the item of one that has several."""
+
+
 def build(program: Program, rank: int, metas: Sequence[Any] | None = None) -> GraphModule:
     """The graph that rank ``rank`` runs.
 
@@ -123,11 +127,26 @@ def build(program: Program, rank: int, metas: Sequence[Any] | None = None) -> Gr
     """
     if not 0 <= rank < program.world_size:
         raise ValueError(f"rank {rank}; must be from 0 to {program.world_size - 1}")
+    return _build(program, rank, metas, {})
+
+
+def build_all(program: Program, metas: Sequence[Any] | None = None) -> list[GraphModule]:
+    """What ``build`` gives for each rank; where the ranks' metadata is the same, their nodes have the same fake tensors.
+
+    Raises:
+        InvalidProgram, Unsupported: see ``build``.
+    """
+    shared: dict[_Place, tuple[Tensor, Tensor]] = {}
+    return [_build(program, rank, metas, shared) for rank in range(program.world_size)]
+
+
+def _build(program: Program, rank: int, metas: Sequence[Any] | None, shared: dict[_Place, tuple[Tensor, Tensor]]) -> GraphModule:
     if not is_uniform(program):
         values: Sequence[Any] = rank_metas(program, rank)
+        shared = {}
     else:
         values = infer_program(program) if metas is None else metas
-    builder = _Builder(program, rank)
+    builder = _Builder(program, rank, shared)
     for i, spec in enumerate(program.inputs):
         builder.placeholder(f"arg{i}_1", values[i], spec.view_of)
     for number, op in enumerate(program.ops, len(program.inputs)):
@@ -137,13 +156,17 @@ def build(program: Program, rank: int, metas: Sequence[Any] | None = None) -> Gr
 
 
 class _Builder:
-    """One graph in the making; ``nodes`` and ``geometries`` are found by a value's number and the item, or None."""
+    """One graph in the making; ``nodes`` and ``geometries`` are found by a value's number and the item, or None.
 
-    def __init__(self, program: Program, rank: int) -> None:
+    ``shared`` has the geometry and the fake tensor of each value that another rank's graph already has.
+    """
+
+    def __init__(self, program: Program, rank: int, shared: dict[_Place, tuple[Tensor, Tensor]]) -> None:
         self.graph = Graph()
         self.rank = rank
-        self.nodes: dict[tuple[int, int | None], Node] = {}
-        self.geometries: dict[tuple[int, int | None], tuple[int, Tensor]] = {}
+        self.shared = shared
+        self.nodes: dict[_Place, Node] = {}
+        self.geometries: dict[_Place, tuple[int, Tensor]] = {}
         self.used = _used_items(program)
 
     def placeholder(self, name: str, meta: TensorMeta, view_of: int | None) -> None:
@@ -181,10 +204,13 @@ class _Builder:
         self.graph.output(returned).meta["val"] = tuple(node.meta["val"] for node in returned)
         return _module_class()(torch.nn.Module(), self.graph)
 
-    def _tensor(self, place: tuple[int, int | None], meta: TensorMeta, base: Tensor | None) -> Tensor:
-        geometry = _geometry(meta, base)
-        self.geometries[place] = (meta.storage, geometry)
-        return _fake(geometry)
+    def _tensor(self, place: _Place, meta: TensorMeta, base: Tensor | None) -> Tensor:
+        made = self.shared.get(place)
+        if made is None:
+            geometry = _geometry(meta, base)
+            made = self.shared[place] = (geometry, _fake(geometry))
+        self.geometries[place] = (meta.storage, made[0])
+        return made[1]
 
     def _operands(self, op: Op) -> dict[int, Tensor]:
         """By the number of its storage, an operand that lives in it."""

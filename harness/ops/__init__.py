@@ -52,8 +52,8 @@ def infer(target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], group_s
         raise Unsupported(target)
     storages: dict[int, int] = {}
     plain = tuple(_plain(a, storages, group_sizes) for a in args)
-    named = tuple((k, _plain(v, storages, group_sizes)) for k, v in kwargs.items())
-    result = _infer(target, plain, named)
+    named = tuple([_plain(v, storages, group_sizes) for v in kwargs.values()])
+    result = _infer(target, tuple(kwargs), *plain, *named)
     back = list(storages)
     if isinstance(result, TensorMeta):
         return result if result.storage < 0 else result._replace(storage=back[result.storage])
@@ -76,9 +76,11 @@ def _plain(arg: Any, storages: dict[int, int], group_sizes: Mapping[str, int]) -
 
 
 @lru_cache(maxsize=65536, typed=True)
-def _infer(target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Value:
+def _infer(target: str, names: tuple[str, ...], *values: Any) -> Value:
+    """``values`` end with those of the keywords ``names``; each is a cache key of its own, so that 1, 1.0 and True are told apart."""
+    num_args = len(values) - len(names)
     try:
-        result = TABLE[target].rule(*args, **dict(kwargs))
+        result = TABLE[target].rule(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
     except OpError:
         raise
     except Exception as error:  # a rule is a pure function of these arguments: whatever it stumbles over is theirs

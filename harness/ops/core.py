@@ -233,9 +233,9 @@ def computation_dtype(*operands: object) -> str:
         seen = levels[level]
         levels[level] = dtype if seen is None else _promoted(seen, dtype)
     result: str | None = None
-    for dtype in levels:
-        if dtype is not None and (result is None or order[DTYPES[dtype].kind] > order[DTYPES[result].kind]):
-            result = dtype if result is None else _promoted(result, dtype)
+    for found in levels:
+        if found is not None and (result is None or order[DTYPES[found].kind] > order[DTYPES[result].kind]):
+            result = found if result is None else _promoted(result, found)
     assert result is not None
     return result
 

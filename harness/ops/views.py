@@ -163,7 +163,8 @@ def _without(meta: TensorMeta, dims: Sequence[int]) -> TensorMeta:
 def expand(self: TensorMeta, size: Sequence[int], *, implicit: bool = False) -> TensorMeta:
     lead = len(size) - len(self.shape)
     require(lead >= 0, f"expand of {list(self.shape)} to {list(size)}: fewer dimensions")
-    shape, stride = [], []
+    shape: list[int] = []
+    stride: list[int] = []
     for i in range(len(size) - 1, -1, -1):
         own, step = (self.shape[i - lead], self.stride[i - lead]) if i >= lead else (1, None)
         wanted = size[i]

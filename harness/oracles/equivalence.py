@@ -87,7 +87,7 @@ def _equal(e: Evidence, which: str, law: str) -> list[Reason]:
             difference = first_difference(old, new)
             bits_differ = difference is not None
             if difference is not None:
-                where, num = str(list(difference.index)), difference.num_elements
+                where, num = str(list(difference.place)), difference.num_elements
                 expected, seen = repr(difference.expected), repr(difference.seen)
         if bits_differ:
             kind = "poison" if (rank, i) in poisoned else "values" if field_differs or old.field_digest is None or new.field_digest is None else "reassociated"

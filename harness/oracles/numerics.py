@@ -29,12 +29,12 @@ class Difference(NamedTuple):
     """Where two tensors of the same shape differ.
 
     Attributes:
-        index: of the first element that differs, one number a dimension.
+        place: of the first element that differs, one number a dimension.
         expected, seen: the elements there.
         num_elements: how many differ.
     """
 
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     expected: float | int | bool
     seen: float | int | bool
     num_elements: int

@@ -557,7 +557,7 @@ def _merge(graph: Graph, bucket: list[_Collective], options: BucketingOptions) -
 def _inherit(nodes: Iterable[Node], bucket: Sequence[_Collective]) -> None:
     """New nodes keep where the first member came from, and name all members."""
     first = bucket[0].node
-    kept = {k: first.meta[k] for k in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom") if k in first.meta}
+    kept: dict[str, Any] = {k: first.meta[k] for k in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom") if k in first.meta}
     members = tuple(c.node.name for c in bucket)
     for node in nodes:
         node.meta.update(kept)

@@ -77,9 +77,9 @@ _POSTS: Final[Table[str]] = Table(("return", 20), ("cast", 4), ("compute", 2), (
 """What becomes of the result of a collective, once it was waited for."""
 
 
-def _often(choices: Sequence[str], byte: int) -> str:
-    """A choice, the simplest for the lowest bytes; the first for two bytes in five at least."""
-    return choices[0] if byte < 96 or len(choices) == 1 else choices[1 + (byte - 96) * (len(choices) - 1) // 160]
+def _often(choices: Sequence[str], byte: int, least: int = 96) -> str:
+    """A choice, the simplest for the lowest bytes; the first for ``least`` of 256 bytes at least."""
+    return choices[0] if byte < least or len(choices) == 1 else choices[1 + (byte - least) * (len(choices) - 1) // (256 - least)]
 
 
 def read_tape(world_size: int, groups: tuple[Group, ...], options: Options, header: bytes, tape: Sequence[bytes]) -> Program:
@@ -93,7 +93,7 @@ def read_tape(world_size: int, groups: tuple[Group, ...], options: Options, head
         tape: statements of ``WIDTH`` bytes each.
     """
     builder = Builder(world_size, groups, options)
-    kind, reduce_op, dtype = _often(options.kinds, header[0]), _often(options.reduce_ops, header[1]), _often(options.dtypes, header[2])
+    kind, reduce_op, dtype = _often(options.kinds, header[0], 160), _often(options.reduce_ops, header[1]), _often(options.dtypes, header[2])
     key = Key(kind, groups[header[3] % len(groups)], reduce_op, dtype)
     state = _State(builder, key)
     _OPENINGS[header[5]](state, header[5:])

@@ -139,6 +139,14 @@ def test_rules_of_two_operands(data: st.DataObject, target: str) -> None:
     agrees(target, (x, y), (x, y), [x, y])
 
 
+@pytest.mark.parametrize("target", ["add.Tensor", "mul.Tensor"])
+def test_equal_numbers_of_other_types_are_told_apart(target: str) -> None:
+    """1, 1.0 and True are equal as keys, yet promote a tensor of bools to three dtypes, whichever was asked for first."""
+    x = torch.ones(2, dtype=torch.bool)
+    for number in (True, 1, 1.0, 1, True):
+        agrees(target, (x, number), (x, number), [x])
+
+
 @given(st.data(), st.sampled_from([1, 0.5, True]), st.sampled_from(["add.Tensor", "mul.Tensor", "sub.Tensor", "div.Tensor"]))
 @QUICK
 def test_rules_with_a_number(data: st.DataObject, number: float, target: str) -> None:

@@ -75,7 +75,7 @@ def duplicate_collective(gm: GraphModule) -> None:
     for start in collectives(gm.graph):
         if "out" not in start.kwargs and waits(start):
             with gm.graph.inserting_before(start):
-                again = emit(gm.graph, start.target, start.args)  # type: ignore[arg-type]
+                again = emit(gm.graph, start.target, start.args)
                 if isinstance(start.meta.get("val"), torch.Tensor):
                     emit(gm.graph, "_c10d_functional.wait_tensor.default", (again,))
             return
@@ -178,7 +178,7 @@ def transpose_layout(gm: GraphModule) -> None:
 def scale_first(gm: GraphModule) -> None:
     """Multiply by 3 before a sum and divide by 3 after it: the same real function with other roundings."""
     for start in collectives(gm.graph):
-        val = start.meta.get("val")
+        val = start.meta["val"]
         if target_name(start) == "_c10d_functional.all_reduce.default" and start.args[1] == "sum" and val.dtype is torch.float32:
             for wait in waits(start):
                 with gm.graph.inserting_before(start):
@@ -186,7 +186,8 @@ def scale_first(gm: GraphModule) -> None:
                 start.update_arg(0, scaled)
                 with gm.graph.inserting_after(wait):
                     back = emit(gm.graph, "aten.div.Tensor", (wait, 3.0))
-                wait.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+                wait.replace_all_uses_with(back)
+                back.update_arg(0, wait)
                 return
 
 
@@ -225,7 +226,7 @@ def _output(gm: GraphModule) -> Node:
 
 
 def _outputs(gm: GraphModule) -> list[tuple[int, Node]]:
-    return [(i, v) for i, v in enumerate(_output(gm).args[0]) if isinstance(v, Node)]  # type: ignore[arg-type, union-attr]
+    return [(i, v) for i, v in enumerate(_output(gm).args[0]) if isinstance(v, Node)]  # type: ignore[arg-type]
 
 
 def _replace_output(gm: GraphModule, number: int, value: Node) -> None:
