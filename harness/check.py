@@ -18,7 +18,9 @@ from harness.errors import Unsupported
 from harness.executors.algebra import Field, error_bound, trials_needed
 from harness.executors.inputs import TrialKind, draw_inputs, fresh
 from harness.executors.lockstep import Lockstep
+from harness.executors.ranks.pool import RankPool
 from harness.graph import build_all, collectives, fake_world
+from harness.on_ranks import check_on_ranks, promised_laws
 from harness.ops import infer_program
 from harness.oracles import aliasing, equivalence, graphs, schedule
 from harness.oracles.evidence import Evidence, Law
@@ -72,6 +74,7 @@ def check(
     clock: Clock | None = None,
     laws: Mapping[str, Law] = BUCKETING_LAWS,
     skip_unchanged: bool = True,
+    ranks: RankPool | None = None,
 ) -> Verdict:
     """Judge what ``subject`` does to ``program``.
 
@@ -86,6 +89,7 @@ def check(
         laws: by name.
         skip_unchanged: do not run what the subject left exactly as it was; the verdict is PASS and vacuous. A divergent program
             is always run.
+        ranks: run on these real ranks instead of in lockstep, see ``harness.on_ranks``.
 
     Returns:
         FAIL with every promised law that broke (``applies`` and ``graph_valid`` end the check at once); INCONCLUSIVE where the program lies outside the subject's contract or has an unsupported operator, where it does not run itself, or the harness failed; else PASS, ``proved`` or ``tested``.
@@ -95,6 +99,8 @@ def check(
         refusal = subject.refuses(program)
         if refusal is not None:
             return _inconclusive("outside_contract", refusal)
+        if ranks is not None:
+            return check_on_ranks([program], subject, ranks, seed=seed, laws=laws)[0]
         return _check(program, subject, seed, timer, laws, skip_unchanged)
     except Unsupported as error:
         return _inconclusive("unsupported", str(error))
@@ -126,7 +132,7 @@ def _check(
         metas = infer_program(program)
         per_rank = build_all(program, metas)
         original = Lockstep(per_rank if _differs_by_rank(program) else per_rank[:1], program.groups, program.world_size)
-    promised = frozenset(laws) | {"applies"} if "*" in subject.promises else subject.promises
+    promised = promised_laws(subject, laws)
     transformed = _transform(program, subject, per_rank, timer)
     if transformed.failure is not None:
         return Verdict("FAIL", (transformed.failure,), num_fired=transformed.num_fired)

@@ -9,6 +9,7 @@ __all__ = [
     "InvalidProgram",
     "UnknownSubject",
     "Unsupported",
+    "WrongWorld",
 ]
 
 
@@ -67,6 +68,13 @@ class UnknownSubject(HarnessError):
 
     Cause: a misspelt name, a module that does not import, an attribute that is not callable. Remedy: ``harness features``
     lists the names; a user's own pass is ``package.module:attribute`` or ``path/to/file.py:attribute``.
+    """
+
+
+class WrongWorld(HarnessError):
+    """A program is for another number of ranks than there are.
+
+    Cause: a pool or ``--world-size`` of one size, a program of another. Remedy: use a pool of the program's size.
     """
 
 

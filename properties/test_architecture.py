@@ -18,6 +18,8 @@ LAYERS = (
     {"hunt"},
     {"report"},
     {"check", "ledger", "findings"},
+    {"on_ranks"},
+    {"worker"},
     {"subjects"},
     {"reference", "strategies", "executors", "oracles"},
     {"graph"},

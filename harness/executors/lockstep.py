@@ -11,8 +11,6 @@ the input, is recorded (``Flight``). What nobody has written holds poison, see `
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -25,8 +23,9 @@ from harness.executors.algebra import Field
 from harness.executors.field_rules import dtype_name, uninitialised
 from harness.executors.inputs import RankInputs
 from harness.executors.plan import GET, OP, START, Instruction, Plan, compile_plan
+from harness.executors.record import record
 from harness.ops import CollectiveSpec
-from harness.spec.outcome import CollectiveRecord, ErrorRecord, Flight, MetaFault, Outcome, RankOutcome, TensorRecord
+from harness.spec.outcome import CollectiveRecord, ErrorRecord, Flight, MetaFault, Outcome, RankOutcome
 from harness.spec.program import Group
 
 __all__ = ["Lockstep"]
@@ -363,6 +362,7 @@ class _Rank:
         if spec.out is not None:
             slot = dict(instruction.kw_fills)[spec.out]
             outputs, output_halves = [self.c[slot]], [self.f[slot]]
+            torch._C._increment_version(outputs)
         elif instruction.writes:
             outputs, output_halves = list(inputs), list(input_halves)
         else:
@@ -570,7 +570,7 @@ def _carry_out(slot: list[_Started], ranks: list[_Rank], field: Field) -> None:
     first = slot[0]
     for k in range(len(first.inputs)):
         inputs = [s.inputs[k].reshape(-1) for s in slot]
-        outputs = [s.outputs[k] for s in slot]
+        outputs = [s.outputs[k].data for s in slot]  # a backend writes memory past the version counters
         halves = [s.halves[k] for s in slot]
         output_halves = [s.output_halves[k] for s in slot]
         _exchange(slot, inputs, outputs, None)
@@ -627,72 +627,16 @@ def _reduce(values: list[Tensor], op: str) -> Tensor:
 
 
 def _record(rank: _Rank, keep: bool) -> RankOutcome:
-    inputs = rank.c[: rank.plan.num_inputs]
-    outputs = [] if rank.error else [rank.c[s] for s in rank.plan.output_slots if s is not None]
-    halves = [] if rank.error else [rank.f[s] for s in rank.plan.output_slots if s is not None]
-    tensors = [*inputs, *outputs]
-    storages: dict[int, int] = {}
-    for tensor in tensors:
-        storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
-    versions = [*(t._version - v for t, v in zip(inputs, rank.versions, strict=True)), *(t._version for t in outputs)]
-    groups = _version_groups(tensors, storages) if len(storages) < len(tensors) else list(range(len(tensors)))
-    records = [
-        _tensor_record(t, h, storages, version, group, keep)
-        for t, h, version, group in zip(tensors, [*rank.f[: len(inputs)], *halves], versions, groups, strict=True)
-    ]
+    count = rank.plan.num_inputs
+    slots = [] if rank.error else [s for s in rank.plan.output_slots if s is not None]
+    inputs, outputs = record(
+        rank.c[:count], [rank.c[s] for s in slots], rank.versions, halves=[*rank.f[:count], *(rank.f[s] for s in slots)], keep=keep
+    )
     return RankOutcome(
-        outputs=tuple(records[len(inputs) :]),
-        inputs=tuple(records[: len(inputs)]),
+        outputs=outputs,
+        inputs=inputs,
         collectives=tuple(rank.collectives),
         in_flight=tuple(rank.watch.flights) if rank.watch is not None else (),
         untrue=tuple(rank.watch.untrue) if rank.watch is not None else (),
         error=rank.error,
     )
-
-
-def _version_groups(tensors: list[Tensor], storages: dict[int, int]) -> list[int]:
-    """Which tensors share a version counter, found by advancing one and looking at the others."""
-    groups: list[int] = []
-    for i, tensor in enumerate(tensors):
-        group = i
-        for j in range(i):
-            if tensors[j] is tensor:
-                group = groups[j]
-            elif tensors[j].untyped_storage()._cdata == tensor.untyped_storage()._cdata:
-                before = tensor._version
-                torch._C._increment_version([tensors[j]])
-                if tensor._version != before:
-                    group = groups[j]
-            if group != i:
-                break
-        groups.append(group)
-    return groups
-
-
-def _tensor_record(
-    tensor: Tensor, half: Tensor | None, storages: dict[int, int], version: int, group: int, keep: bool
-) -> TensorRecord:
-    storage = tensor.untyped_storage()
-    data = raw_bytes(tensor)
-    field_data = None if half is None else raw_bytes(half)
-    return TensorRecord(
-        dtype_name(tensor.dtype),
-        tuple(tensor.shape),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        storages[storage._cdata],
-        storage.nbytes(),
-        hashlib.blake2b(data, digest_size=16).hexdigest(),
-        None if field_data is None else hashlib.blake2b(field_data, digest_size=16).hexdigest(),
-        version,
-        group,
-        data if keep else None,
-        field_data if keep else None,
-    )
-
-
-def raw_bytes(tensor: Tensor) -> bytes:
-    """The elements in row-major order, as they lie in memory."""
-    flat = tensor.contiguous()
-    size = flat.numel() * flat.element_size()
-    return ctypes.string_at(flat.data_ptr(), size) if size else b""

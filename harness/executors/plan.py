@@ -16,7 +16,7 @@ from harness.graph import target_name
 from harness.ops import TABLE, CollectiveSpec
 from harness.spec.dtypes import represents
 
-__all__ = ["GET", "OP", "OUTPUT", "START", "WAIT", "Instruction", "Plan", "compile_plan"]
+__all__ = ["GET", "OP", "OUTPUT", "START", "WAIT", "Instruction", "Plan", "compile_plan", "positional"]
 
 OP: Final = 0
 GET: Final = 1
@@ -110,7 +110,7 @@ def _defaults(target: Any) -> tuple[Any, ...]:
     return tuple(a.default_value for a in target._schema.arguments if not a.kwarg_only)
 
 
-def _positional(node: Node) -> tuple[list[Any], dict[str, Any]]:
+def positional(node: Node) -> tuple[list[Any], dict[str, Any]]:
     """A node's arguments with everything by position that may be."""
     args, kwargs = list(node.args), dict(node.kwargs)
     if kwargs:
@@ -218,7 +218,7 @@ def _instruction(node: Node, slots: dict[Node, int]) -> Instruction:
     rule = RULES.get(target)
     if rule is None and spec.kind not in ("view", "move", "collective", "wait"):
         raise Unsupported(target, node.name, "it has no rule in the field arithmetic")
-    args, kwargs = _positional(node)
+    args, kwargs = positional(node)
     fills = tuple((i, slots[a]) for i, a in enumerate(args) if isinstance(a, Node))
     lists = []
     for i, arg in enumerate(args):

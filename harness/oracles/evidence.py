@@ -22,6 +22,7 @@ class Evidence(NamedTuple):
         graphs: the transformed ``fx.GraphModule`` of each rank that the subject was applied for.
         is_exact: whether no operator on any path narrows or is opaque, so that unequal field halves alone prove a difference.
         caps_bytes: the greatest bucket allowed, by bucket index, or None.
+        is_ordered: whether reductions add in rank order, so that equal programs give equal floats; a real backend has an order of its own.
         was_again: how many collectives a second application of the subject changed, or None where that was not tried.
     """
 
@@ -33,6 +34,7 @@ class Evidence(NamedTuple):
     caps_bytes: Callable[[int], int] | None = None
     after_again: Outcome | None = None
     was_again: int | None = None
+    is_ordered: bool = True
 
 
 Law = Callable[[Evidence], list[Reason]]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from harness.spec.dtypes import DTYPES
 from harness.spec.outcome import TensorRecord
+from harness.spec.program import DTypeArg, Program
 
-__all__ = ["Difference", "element", "first_difference"]
+__all__ = ["Difference", "element", "first_difference", "is_rounding", "named_dtypes"]
 
 _FORMATS: Final = {
     "float64": "d",
@@ -64,6 +66,30 @@ def _float8(bits: int, dtype: str) -> float:
     if exponent == 0:
         return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
     return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+
+
+ROUNDING: Final = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2, "float8_e4m3fn": 0.5, "float8_e5m2": 0.5}
+"""Which share of the largest element a float may be off, where a backend adds in an order of its own; generous, for sums over few ranks."""
+
+
+def named_dtypes(program: Program) -> set[str]:
+    """The dtypes that a program names: of its inputs, and of its casts and factories."""
+    named = {arg.name for op in program.ops for arg in (*op.args, *op.kwargs.values()) if isinstance(arg, DTypeArg)}
+    return named | {spec.dtype for spec in program.inputs}
+
+
+def is_rounding(expected: TensorRecord, seen: TensorRecord, dtypes: Iterable[str]) -> bool:
+    """Whether two kept tensors of floats differ only as rounding may, the least precise of ``dtypes`` being on the way.
+
+    Infinities and NaNs must stand at the same places.
+    """
+    if DTYPES[expected.dtype].kind != "float" or expected.data is None or seen.data is None:
+        return False
+    share = max(ROUNDING[d] for d in {expected.dtype, *dtypes} if d in ROUNDING)
+    count = len(expected.data) // DTYPES[expected.dtype].itemsize
+    pairs = [(element(expected.data, expected.dtype, i), element(seen.data, seen.dtype, i)) for i in range(count)]
+    largest = max((abs(a) for a, _ in pairs if math.isfinite(a)), default=0.0)
+    return all((a != a and b != b) or a == b or abs(a - b) <= share * largest for a, b in pairs)
 
 
 def first_difference(expected: TensorRecord, seen: TensorRecord) -> Difference | None:

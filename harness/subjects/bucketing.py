@@ -144,6 +144,7 @@ def _inductor(options: Mapping[str, OptionValue]) -> PassSubject:
         focus={"kinds": (*_PASSES[str(name)].kinds, *(k for k in _KINDS if k not in _PASSES[str(name)].kinds)), "mutation": "epilogue"},
         contract=functional_until_epilogue,
         make=_inductor,
+        modules=("torch._inductor.fx_passes.post_grad", _BUCKETING, _FSDP),
         settings=settings,
     )
 

@@ -1,0 +1,102 @@
+"""Shared pages of memory: what a rank does, told to the controller, and which case it has done, told to the other ranks.
+
+A rank that hangs inside a collective cannot answer; its board still says what it was doing. The memory is anonymous: nothing is left of
+it when the processes are gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from typing import Final, NamedTuple
+
+__all__ = ["Board", "Seen", "Turnstile", "anonymous_file"]
+
+_SIZE: Final = 4096
+_HEAD: Final = struct.Struct("<qdI")
+_MOST_TEXT: Final = 1024
+_PAUSE_S: Final = 5e-5
+
+
+class Seen(NamedTuple):
+    """What a rank's board says.
+
+    Attributes:
+        case: its number, or -1 before the first.
+        since: when it was begun, by ``time.monotonic``, which all processes of a machine share.
+        place: where it is within the case, as ``transformed: all_reduce_1``.
+    """
+
+    case: int
+    since: float
+    place: str
+
+
+class Board:
+    """Maps the page of an anonymous file, which may be closed afterwards."""
+
+    def __init__(self, file: int) -> None:
+        if os.fstat(file).st_size < _SIZE:
+            os.ftruncate(file, _SIZE)
+        self._page = mmap.mmap(file, _SIZE)
+        self.clear()
+
+    def clear(self) -> None:
+        """No case, as before the first."""
+        _HEAD.pack_into(self._page, 0, -1, 0.0, 0)
+
+    def begin(self, case: int) -> None:
+        """A case begins now."""
+        _HEAD.pack_into(self._page, 0, case, time.monotonic(), 0)
+
+    def at(self, place: str) -> None:
+        """The case came to ``place``."""
+        text = place.encode()[:_MOST_TEXT]
+        self._page[_HEAD.size : _HEAD.size + len(text)] = text
+        struct.pack_into("<I", self._page, _HEAD.size - 4, len(text))
+
+    def read(self) -> Seen:
+        """What it says now; a place that is being written may be read half."""
+        case, since, length = _HEAD.unpack_from(self._page)
+        text = self._page[_HEAD.size : _HEAD.size + min(length, _MOST_TEXT)]
+        return Seen(case, since, text.decode(errors="replace"))
+
+    def close(self) -> None:
+        self._page.close()
+
+
+class Turnstile:
+    """Lets no rank begin a case before all ranks have done the one before, so that no collective of one case meets one of another.
+
+    Args:
+        file: of the page that the ranks share; may be closed afterwards.
+        rank, world_size: whose end this is.
+    """
+
+    def __init__(self, file: int, rank: int, world_size: int) -> None:
+        size = 8 * (world_size + 1)
+        if os.fstat(file).st_size < size:
+            os.ftruncate(file, size)
+        self._cells = memoryview(mmap.mmap(file, size)).cast("q")
+        self._rank = rank
+        self._world_size = world_size
+
+    def done(self, case: int, *, stop: bool) -> None:
+        """This rank has done ``case``, a number above 0; with ``stop`` no rank goes on with what follows it."""
+        if stop:
+            self._cells[self._world_size] = case
+        self._cells[self._rank] = case
+
+    def wait(self, case: int) -> bool:
+        """Wait until all ranks have done ``case``; False where one of them said that this, or by now a later one, is the end."""
+        cells, ranks = self._cells, range(self._world_size)
+        while any(cells[rank] < case for rank in ranks):
+            time.sleep(_PAUSE_S)
+        return cells[self._world_size] < case
+
+
+def anonymous_file(name: str) -> int:
+    """A file in memory that has no path."""
+    return os.memfd_create(f"harness-{name}", os.MFD_CLOEXEC)

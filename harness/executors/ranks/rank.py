@@ -1,0 +1,125 @@
+"""What one rank does: join the group when told to, then do tasks, case by case, until the controller is gone."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from harness.executors.ranks.board import Board, Turnstile
+from harness.executors.ranks.messages import Case, Done, Form, Formed, Peer, Run, ToRank
+
+__all__ = ["TASKS", "Context", "TaskResult", "serve"]
+
+TASKS: Final = {
+    "judge": "harness.worker:judge",
+    "outline": "harness.worker:outline",
+}
+"""The tasks that a controller may ask for, by name."""
+
+
+class Context(NamedTuple):
+    """What a task knows of its rank; ``at`` says where it is, for whoever watches."""
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    at: Callable[[str], None]
+
+
+class TaskResult(NamedTuple):
+    """What a task returns: see ``messages.Done``."""
+
+    payload: bytes
+    is_clean: bool = True
+
+
+Task = Callable[[bytes, Context], TaskResult]
+
+
+def serve(sock: socket.socket, *, stacks: int, board: int, turnstile: int) -> None:
+    """Do what the controller says, until it is gone.
+
+    Args:
+        sock: to the controller.
+        stacks: an open file that the Python stacks of all threads are written to when SIGUSR1 arrives, also while a collective blocks.
+        board, turnstile: open files for these.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    own_board = Board(board)
+    peer: Peer[ToRank] = Peer(sock, ToRank)
+    context: Context | None = None
+    stile: Turnstile | None = None
+    while (received := peer.receive()) is not None:
+        message = received[0]
+        if isinstance(message, Form):
+            context = Context(message.rank, message.world_size, message.backend, message.device, own_board.at)
+            stile = Turnstile(turnstile, message.rank, message.world_size)
+            peer.send(_form(message))
+        else:
+            assert context is not None and stile is not None
+            _run(message, peer, own_board, stile, context)
+
+
+def _form(message: Form) -> Formed:
+    try:
+        if message.device.startswith("cuda"):
+            torch.cuda.set_device(torch.device(message.device))
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            message.backend,
+            store=FileStore(message.store, message.world_size),
+            rank=message.rank,
+            world_size=message.world_size,
+            timeout=timedelta(seconds=message.timeout_s),
+        )
+        one = torch.ones(1, device=message.device)
+        dist.all_reduce(one)
+        if int(one) != message.world_size:
+            return Formed(f"a sum of ones over {message.world_size} ranks is {int(one)}")
+    except Exception as error:
+        return Formed(f"{type(error).__name__}: {error}")
+    return Formed()
+
+
+@lru_cache(maxsize=None)
+def _task(name: str) -> Task:
+    module, _, attribute = TASKS[name].partition(":")
+    found: Task = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def _run(message: Run, peer: Peer[Any], board: Board, turnstile: Turnstile, context: Context) -> None:
+    """All cases, up to one in which some rank did not take part in all collectives."""
+    for case in message.cases:
+        board.begin(case.number)
+        done = _done(message.task, case, context)
+        turnstile.done(case.number, stop=not done.is_clean)
+        peer.send(done)
+        if not turnstile.wait(case.number):
+            return
+
+
+def _done(name: str, case: Case, context: Context) -> Done:
+    try:
+        result = _task(name)(case.payload, context)
+    except Exception as error:
+        place = "".join(traceback.format_tb(error.__traceback__)[-2:])
+        return Done(case.number, b"", False, f"{type(error).__name__}: {error}\n{place}")
+    return Done(case.number, result.payload, result.is_clean)

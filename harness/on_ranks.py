@@ -1,0 +1,184 @@
+"""The same judgement on real ranks: what they saw becomes the laws' evidence.
+
+Real ranks run on small integers, whose sums are exact in whichever order a backend adds them. A mismatch is judged by the laws that
+judge lockstep; what a real backend cannot show (memory touched in flight, equality for all inputs) is left to lockstep. The original's
+run is held against lockstep's: where those two differ the harness does not know the backend, and judges nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from harness.errors import Unsupported, WrongWorld
+from harness.executors.algebra import Field
+from harness.executors.inputs import draw_inputs
+from harness.executors.lockstep import Lockstep
+from harness.executors.ranks.pool import CaseResult, Fault, RankPool
+from harness.graph import build_all
+from harness.oracles.agreement import disagreement
+from harness.oracles.evidence import Evidence, Law
+from harness.spec.outcome import Outcome
+from harness.spec.program import Program
+from harness.spec.protocols import Subject
+from harness.spec.verdict import Reason, Verdict
+from harness.worker import TRIAL, Answer, Question, decode_answer, encode_question
+
+__all__ = ["REAL_LAWS", "check_on_ranks", "promised_laws"]
+
+_BUILDING: Final = ("torch._dynamo",)
+"""What building a graph imports, as torch's fake tensors do."""
+
+REAL_LAWS: Final = frozenset(
+    {
+        "runs",
+        "equal_metadata",
+        "equal_strides",
+        "equal_outputs",
+        "equal_inputs",
+        "own_storage",
+        "same_aliasing",
+        "ranks_agree",
+        "order_kept",
+        "collectives_conserved",
+        "caps_respected",
+    }
+)
+"""The laws that a run on real ranks gives evidence for."""
+
+
+def promised_laws(subject: Subject, laws: Mapping[str, Law]) -> frozenset[str]:
+    """The laws that bind ``subject``, ``applies`` included."""
+    return frozenset(laws) | {"applies"} if "*" in subject.promises else subject.promises
+
+
+def check_on_ranks(
+    programs: Sequence[Program], subject: Subject, pool: RankPool, *, seed: int = 0, laws: Mapping[str, Law]
+) -> list[Verdict]:
+    """Judge what ``subject`` does to each program on the ranks of ``pool``, in one batch.
+
+    Args:
+        programs: of the pool's world size.
+        subject: one that the ranks can load by its name and options.
+        pool: the ranks.
+        seed: of the inputs, as in lockstep.
+        laws: by name; those of ``REAL_LAWS`` are judged.
+
+    Raises:
+        WrongWorld: a program has another world size than the pool.
+        PoolBroken: the ranks cannot be started.
+    """
+    for program in programs:
+        if program.world_size != pool.world_size:
+            raise WrongWorld(f"a program for {program.world_size} ranks on a pool of {pool.world_size}")
+    pool.ensure((*_BUILDING, *getattr(subject, "modules", ())))
+    refusals = [subject.refuses(program) for program in programs]
+    asked = [program for program, refusal in zip(programs, refusals, strict=True) if refusal is None]
+    results = iter(pool.run("judge", [encode_question(_question(p, subject, seed)) for p in asked]))
+    return [
+        _undecided("outside_contract", refusal) if refusal is not None else _verdict(program, subject, pool, next(results), seed, laws)
+        for program, refusal in zip(programs, refusals, strict=True)
+    ]
+
+
+def _question(program: Program, subject: Subject, seed: int, *, keep: bool = False) -> Question:
+    return Question(program, subject.feature, subject.name, dict(subject.options), seed, keep)
+
+
+def _undecided(kind: str, message: str) -> Verdict:
+    return Verdict("INCONCLUSIVE", (Reason("judged", "INCONCLUSIVE", kind, message),))
+
+
+def _failed(law: str, kind: str, message: str, num_fired: int, *, rank: int | None = None, node: str | None = None, seen: str = "") -> Verdict:
+    reason = Reason(law, "FAIL", kind, message, rank=rank, node=node, expected="no error", seen=seen or message)
+    return Verdict("FAIL", (reason,), num_fired=num_fired, num_trials=1)
+
+
+def _verdict(program: Program, subject: Subject, pool: RankPool, result: CaseResult, seed: int, laws: Mapping[str, Law]) -> Verdict:
+    if result.fault is not None and result.fault.kind == "machine":
+        return _undecided("machine", result.fault.message)
+    answers = {rank: decode_answer(payload) for rank, payload in enumerate(result.payloads) if payload}
+    refused = next((a.unsupported for a in answers.values() if a.unsupported is not None), None)
+    if refused is not None:
+        return _undecided("unsupported", refused)
+    broken = _broken(answers, result.fault)
+    return _compared(program, subject, pool, list(answers.values()), seed, laws) if broken is None else broken
+
+
+def _broken(answers: Mapping[int, Answer], fault: Fault | None) -> Verdict | None:
+    """The verdict on a case that did not run to its end on every rank; None where it did."""
+    num_fired = max((a.num_fired for a in answers.values()), default=0)
+    for rank, answer in answers.items():
+        if answer.applied is not None:
+            error = answer.applied
+            first = error.message.strip().splitlines()[0] if error.message.strip() else "(no message)"
+            message = f"the pass raises {error.type} on rank {rank}, in {error.node}: {first}"
+            return _failed("applies", error.type, message, num_fired, rank=rank, node=error.node, seen=error.message or (error.node or ""))
+    unsound = next((a.reasons for a in answers.values() if a.reasons), ())
+    if unsound:
+        return Verdict("FAIL", unsound, num_fired=num_fired, num_trials=1)
+    if fault is None:
+        failed = [(rank, a.before.error) for rank, a in answers.items() if a.before is not None and a.before.error is not None]
+        for rank, error in failed:
+            return _undecided(error.type.lower(), f"the program itself does not run: rank {rank}: {error.message}")
+        return None
+    decisive = next(found for status in ("died", "raised", "stuck") if (found := [s for s in fault.ranks if s.status == status]))
+    if any(s.place.startswith("pass") for s in decisive):
+        return _failed("applies", fault.kind, f"while the pass was applied: {fault.message}", num_fired, rank=decisive[0].rank, seen=fault.kind)
+    if all(s.place.startswith("transformed") for s in decisive):
+        at = decisive[0]
+        return _failed("runs", fault.kind, fault.message, max(num_fired, 1), rank=at.rank, node=at.place.partition(": ")[2], seen=fault.kind)
+    return _undecided(fault.kind, f"the program itself does not run: {fault.message}")
+
+
+def _compared(program: Program, subject: Subject, pool: RankPool, answers: Sequence[Answer], seed: int, laws: Mapping[str, Law]) -> Verdict:
+    evidence = _evidence(program, subject, answers)
+    model = _lockstep(program, seed)
+    judged = {name: law for name, law in laws.items() if name in REAL_LAWS}
+    said = {name: law(evidence) for name, law in judged.items()}
+    differs = model is not None and disagreement(program, model, evidence.before[0]) is not None
+    if said.get("equal_outputs") or said.get("equal_inputs") or differs:
+        (again,) = pool.run("judge", [encode_question(_question(program, subject, seed, keep=True))])
+        if again.fault is not None:
+            return _undecided("machine", f"the case did not run again: {again.fault.message}")
+        evidence = _evidence(program, subject, [decode_answer(p) for p in again.payloads if p is not None])
+        said = {name: law(evidence) for name, law in judged.items()}
+        why = None if model is None else disagreement(program, model, evidence.before[0])
+        if why is not None:
+            return _undecided("lockstep_differs", f"lockstep models this program otherwise than {pool.backend} runs it: {why}")
+    promised = promised_laws(subject, laws)
+    reasons = tuple(r for name, found in said.items() if name in promised for r in found)
+    notes = tuple(r for name, found in said.items() if name not in promised for r in found)
+    return Verdict(
+        "FAIL" if reasons else "PASS",
+        reasons,
+        strength=None if reasons else "tested",
+        num_fired=max(a.num_fired for a in answers),
+        notes=notes,
+        num_trials=1,
+    )
+
+
+def _evidence(program: Program, subject: Subject, answers: Sequence[Answer]) -> Evidence:
+    before = tuple(a.before for a in answers if a.before is not None)
+    after = tuple(a.after or a.before for a in answers if a.before is not None)
+    return Evidence(
+        program,
+        (Outcome(before, TRIAL),),
+        (Outcome(tuple(a for a in after if a is not None), TRIAL),),
+        (),
+        caps_bytes=getattr(subject, "caps_bytes", None),
+        is_ordered=False,
+    )
+
+
+def _lockstep(program: Program, seed: int) -> Outcome | None:
+    """The original's run in lockstep on the ranks' inputs, with the tensors' bytes; None where lockstep does not model an operator."""
+    first = zlib.crc32(f"{seed}/0".encode())
+    try:
+        lockstep = Lockstep(build_all(program), program.groups, program.world_size)
+        field = Field(first, lockstep.dtypes)
+        return lockstep.run(draw_inputs(program, TRIAL, field, first), field, trial=TRIAL, poison_seed=1, watch=True, keep=True)
+    except Unsupported:
+        return None

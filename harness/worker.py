@@ -1,0 +1,187 @@
+"""The one line inside a rank: decode a case, apply the subject, run both graphs on the real backend, say what was seen.
+
+The pool calls these tasks by name (``harness.executors.ranks.rank.TASKS``). What they answer is judged by ``harness.check``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+import zlib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch.fx import GraphModule, Node
+
+from harness.errors import Unsupported
+from harness.executors.algebra import Field
+from harness.executors.inputs import RankInputs, draw_inputs, fresh
+from harness.executors.ranks.groups import named_groups
+from harness.executors.ranks.rank import Context, TaskResult
+from harness.executors.ranks.real import RealGraph
+from harness.graph import build, fake_world, target_name
+from harness.ops import infer_program
+from harness.oracles import graphs
+from harness.oracles.evidence import Evidence
+from harness.spec.outcome import ErrorRecord, RankOutcome
+from harness.spec.program import Program
+from harness.spec.protocols import OptionValue, Subject
+from harness.spec.verdict import Reason
+from harness.subjects.registry import load_subject
+
+__all__ = ["Answer", "Question", "decode_answer", "encode_question", "judge", "outline", "outline_of"]
+
+TRIAL: Final = "small"
+"""The numbers that real ranks run on: small integers, whose sums are exact in whichever order a backend adds them."""
+
+
+class Question(Struct, frozen=True):
+    """One case as it travels.
+
+    Attributes:
+        program: the Program.
+        feature, subject, options: what to load.
+        seed: of the inputs; the same as in lockstep.
+        keep: send the tensors' bytes.
+    """
+
+    program: Program
+    feature: str
+    subject: str
+    options: dict[str, str | int | float | bool | None]
+    seed: int = 0
+    keep: bool = False
+
+
+class Answer(Struct, frozen=True, omit_defaults=True):
+    """What one rank saw.
+
+    Attributes:
+        before: the original graph's run; None where it was not come to.
+        after: the transformed graph's; None where there is none, or where it is equal to ``before`` in every record.
+        num_fired: what the subject changed on this rank.
+        outline: a digest of the transformed graph, see ``outline_of``.
+        applied: what the pass raised, and where.
+        reasons: what is wrong with the transformed graph itself.
+        unsupported: why this rank cannot run the case.
+    """
+
+    before: RankOutcome | None = None
+    after: RankOutcome | None = None
+    num_fired: int = 0
+    outline: str = ""
+    applied: ErrorRecord | None = None
+    reasons: tuple[Reason, ...] = ()
+    unsupported: str | None = None
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
+_ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
+
+
+def encode_question(question: Question) -> bytes:
+    """As it travels to the ranks."""
+    return _ENCODER.encode(question)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """What a rank returned."""
+    return _ANSWERS.decode(data)
+
+
+def judge(payload: bytes, context: Context) -> TaskResult:
+    """Run the original program and what the subject makes of it, on this rank."""
+    question = _QUESTIONS.decode(payload)
+    try:
+        answer, is_clean = _judge(question, context)
+    except Unsupported as error:
+        answer, is_clean = Answer(unsupported=str(error)), True
+    return TaskResult(_ENCODER.encode(answer), is_clean)
+
+
+def outline(payload: bytes, context: Context) -> TaskResult:
+    """Only what the subject makes of the graph of rank 0, as a digest; nothing is run."""
+    question = _QUESTIONS.decode(payload)
+    program = question.program
+    subject = _subject(question.subject, question.feature, tuple(question.options.items()))
+    gm = build(program, 0)
+    with fake_world(program.world_size, 0, program.groups):
+        try:
+            answer = Answer(outline=outline_of(subject.apply(gm, 0).graph))
+        except Unsupported as error:
+            answer = Answer(unsupported=str(error))
+        except Exception as error:
+            answer = Answer(applied=_raised(error))
+    return TaskResult(_ENCODER.encode(answer))
+
+
+def outline_of(gm: GraphModule) -> str:
+    """A digest of a graph's nodes in order: names, operators, arguments, and metadata; equal for equal graphs in any process."""
+    digest = hashlib.blake2b(digest_size=16)
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        geometry = (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else None
+        name = node.op if node.op != "call_function" else target_name(node)
+        digest.update(repr((node.name, name, _plain(node.args), _plain(dict(node.kwargs)), geometry)).encode())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+@lru_cache(maxsize=64)
+def _subject(name: str, feature: str, options: tuple[tuple[str, OptionValue], ...]) -> Subject:
+    return load_subject(name, feature=feature, options=dict(options))
+
+
+def _judge(question: Question, context: Context) -> tuple[Answer, bool]:
+    program, rank = question.program, context.rank
+    subject = _subject(question.subject, question.feature, tuple(question.options.items()))
+    context.at("build")
+    gm = build(program, rank, None if program.divergent else infer_program(program))
+    original = RealGraph(gm)
+    inputs = _inputs(program, rank, question.seed)
+    with named_groups(program.groups, rank):
+        context.at("pass")
+        try:
+            applied = subject.apply(gm, rank)
+        except Unsupported:
+            raise
+        except Exception as error:
+            return Answer(applied=_raised(error)), False
+        transformed: GraphModule = applied.graph
+        digest = outline_of(transformed)
+        unsound = graphs.graph_valid(Evidence(program, (), (), [transformed]))
+        if unsound:
+            return Answer(num_fired=applied.num_fired, outline=digest, reasons=tuple(unsound)), False
+        rewritten = RealGraph(transformed, views_may_copy=getattr(subject, "views_may_copy", False))
+        own = fresh(inputs, program).concrete
+        before, _ = original.run(own, lambda place: context.at(f"original: {place}"), keep=question.keep)
+        if before.error is not None:
+            return Answer(before, num_fired=applied.num_fired, outline=digest), False
+        after, _ = rewritten.run(inputs.concrete, lambda place: context.at(f"transformed: {place}"), keep=question.keep)
+    answer = Answer(before, None if after == before else after, applied.num_fired, digest)
+    return answer, after.error is None
+
+
+def _inputs(program: Program, rank: int, seed: int) -> RankInputs:
+    """This rank's, as ``harness.check`` draws them for its first trial in lockstep."""
+    first = zlib.crc32(f"{seed}/0".encode())
+    return draw_inputs(program, TRIAL, Field(first, frozenset()), first)[rank]
+
+
+def _raised(error: Exception) -> ErrorRecord:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return ErrorRecord(type(error).__name__, str(error), f"{place.filename.rsplit('/', 1)[-1]} in {place.name}")
