@@ -23,12 +23,15 @@ from harness.spec.outcome import Outcome
 from harness.spec.program import Program
 from harness.spec.protocols import Subject
 from harness.spec.verdict import Reason, Verdict
-from harness.worker import TRIAL, Answer, Question, decode_answer, encode_question
+from harness.worker import TRIAL, Answer, Form, Question, decode_answer, encode_form, encode_question
 
 __all__ = ["REAL_LAWS", "check_on_ranks", "promised_laws"]
 
 _BUILDING: Final = ("torch._dynamo",)
 """What building a graph imports, as torch's fake tensors do."""
+
+_CRASHES: Final = ("rank_died", "hang", "divergence")
+"""What may befall ranks by itself: gloo corrupts memory now and then when all_gathers run side by side."""
 
 REAL_LAWS: Final = frozenset(
     {
@@ -76,10 +79,24 @@ def check_on_ranks(
     refusals = [subject.refuses(program) for program in programs]
     asked = [program for program, refusal in zip(programs, refusals, strict=True) if refusal is None]
     results = iter(pool.run("judge", [encode_question(_question(p, subject, seed)) for p in asked]))
-    return [
+    verdicts = [
         _undecided("outside_contract", refusal) if refusal is not None else _verdict(program, subject, pool, next(results), seed, laws)
         for program, refusal in zip(programs, refusals, strict=True)
     ]
+    return [_confirmed(p, subject, pool, v, seed, laws) if _is_crash(v) else v for p, v in zip(programs, verdicts, strict=True)]
+
+
+def _is_crash(verdict: Verdict) -> bool:
+    return verdict.status == "FAIL" and verdict.reasons[0].kind in _CRASHES
+
+
+def _confirmed(program: Program, subject: Subject, pool: RankPool, verdict: Verdict, seed: int, laws: Mapping[str, Law]) -> Verdict:
+    """The verdict, where new ranks crash or hang in the same way; a backend may do so by itself, and then the pass is not accused."""
+    (result,) = pool.run("judge", [encode_question(_question(program, subject, seed))])
+    again = _verdict(program, subject, pool, result, seed, laws)
+    if again.status == "FAIL" and (again.reasons[0].law, again.reasons[0].kind) == (verdict.reasons[0].law, verdict.reasons[0].kind):
+        return verdict
+    return _undecided("not_repeated", f"{verdict.reasons[0].message}; on new ranks: {again.reasons[0].message if again.reasons else again.status}")
 
 
 def _question(program: Program, subject: Subject, seed: int, *, keep: bool = False) -> Question:
@@ -102,8 +119,26 @@ def _verdict(program: Program, subject: Subject, pool: RankPool, result: CaseRes
     refused = next((a.unsupported for a in answers.values() if a.unsupported is not None), None)
     if refused is not None:
         return _undecided("unsupported", refused)
+    for answer in answers.values():
+        refusal = None if answer.failed is None else _refusal(answer.failed, pool)
+        if refusal:
+            return _undecided("unsupported", refusal)
     broken = _broken(answers, result.fault)
     return _compared(program, subject, pool, list(answers.values()), seed, laws) if broken is None else broken
+
+
+def _refusal(form: Form, pool: RankPool) -> str | None:
+    """What the backend says against a collective when it is tried alone; None where it takes it. Each form is tried once a pool."""
+    key = encode_form(form)
+    if key not in pool.refusals:
+        (result,) = pool.run("probe", [key])
+        said = result.fault.message if result.fault is not None else next((p.decode(errors="replace") for p in result.payloads if p), "")
+        pool.refusals[key] = said
+    if not pool.refusals[key]:
+        return None
+    of = f" {form.reduce_op}" if form.reduce_op else ""
+    kind = {(): "0-d ", (0,): "empty "}.get(form.shape, "")
+    return f"{pool.backend} does not do {form.target}{of} of {kind}{', '.join(form.dtypes)}: {pool.refusals[key].splitlines()[0]}"
 
 
 def _broken(answers: Mapping[int, Answer], fault: Fault | None) -> Verdict | None:

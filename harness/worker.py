@@ -14,17 +14,19 @@ from typing import Any, Final
 
 import msgspec
 import torch
+import torch.distributed as dist
 from msgspec import Struct
 from torch.fx import GraphModule, Node
 
 from harness.errors import Unsupported
 from harness.executors.algebra import Field
-from harness.executors.inputs import RankInputs, draw_inputs, fresh
+from harness.executors.inputs import RankInputs, clone, draw_inputs
 from harness.executors.ranks.groups import named_groups
 from harness.executors.ranks.rank import Context, TaskResult
 from harness.executors.ranks.real import RealGraph
-from harness.graph import build, fake_world, target_name
-from harness.ops import infer_program
+from harness.graph import build, fake_world, is_collective, is_wait, resolve, start_of, target_name
+from harness.graph.analysis import WAIT
+from harness.ops import TABLE, infer_program
 from harness.oracles import graphs
 from harness.oracles.evidence import Evidence
 from harness.spec.outcome import ErrorRecord, RankOutcome
@@ -33,7 +35,7 @@ from harness.spec.protocols import OptionValue, Subject
 from harness.spec.verdict import Reason
 from harness.subjects.registry import load_subject
 
-__all__ = ["Answer", "Question", "decode_answer", "encode_question", "judge", "outline", "outline_of"]
+__all__ = ["Answer", "Form", "Question", "decode_answer", "encode_form", "encode_question", "judge", "outline", "outline_of", "probe"]
 
 TRIAL: Final = "small"
 """The numbers that real ranks run on: small integers, whose sums are exact in whichever order a backend adds them."""
@@ -57,6 +59,22 @@ class Question(Struct, frozen=True):
     keep: bool = False
 
 
+class Form(Struct, frozen=True):
+    """A collective in the form in which a backend takes it or not.
+
+    Attributes:
+        target: the operator.
+        dtypes: of its operands.
+        reduce_op: or None.
+        shape: ``()``, ``(0,)`` or, for any that has elements, ``(2,)``.
+    """
+
+    target: str
+    dtypes: tuple[str, ...]
+    reduce_op: str | None
+    shape: tuple[int, ...]
+
+
 class Answer(Struct, frozen=True, omit_defaults=True):
     """What one rank saw.
 
@@ -67,6 +85,7 @@ class Answer(Struct, frozen=True, omit_defaults=True):
         outline: a digest of the transformed graph, see ``outline_of``.
         applied: what the pass raised, and where.
         reasons: what is wrong with the transformed graph itself.
+        failed: the collective that raised, or whose wait did.
         unsupported: why this rank cannot run the case.
     """
 
@@ -76,11 +95,13 @@ class Answer(Struct, frozen=True, omit_defaults=True):
     outline: str = ""
     applied: ErrorRecord | None = None
     reasons: tuple[Reason, ...] = ()
+    failed: Form | None = None
     unsupported: str | None = None
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
+_FORMS: Final = msgspec.msgpack.Decoder(Form)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 
 
@@ -151,7 +172,7 @@ def _judge(question: Question, context: Context) -> tuple[Answer, bool]:
     subject = _subject(question.subject, question.feature, tuple(question.options.items()))
     context.at("build")
     gm = build(program, rank, None if program.divergent else infer_program(program))
-    original = RealGraph(gm)
+    original = RealGraph(gm, device=context.device)
     inputs = _inputs(program, rank, question.seed)
     with named_groups(program.groups, rank):
         context.at("pass")
@@ -166,14 +187,69 @@ def _judge(question: Question, context: Context) -> tuple[Answer, bool]:
         unsound = graphs.graph_valid(Evidence(program, (), (), [transformed]))
         if unsound:
             return Answer(num_fired=applied.num_fired, outline=digest, reasons=tuple(unsound)), False
-        rewritten = RealGraph(transformed, views_may_copy=getattr(subject, "views_may_copy", False))
-        own = fresh(inputs, program).concrete
-        before, _ = original.run(own, lambda place: context.at(f"original: {place}"), keep=question.keep)
+        rewritten = RealGraph(transformed, views_may_copy=getattr(subject, "views_may_copy", False), device=context.device)
+        own, again = (clone(inputs.concrete, program, context.device) for _ in range(2))
+        before = original.run(own, lambda place: context.at(f"original: {place}"), keep=question.keep)
         if before.error is not None:
-            return Answer(before, num_fired=applied.num_fired, outline=digest), False
-        after, _ = rewritten.run(inputs.concrete, lambda place: context.at(f"transformed: {place}"), keep=question.keep)
-    answer = Answer(before, None if after == before else after, applied.num_fired, digest)
-    return answer, after.error is None
+            return Answer(before, num_fired=applied.num_fired, outline=digest, failed=_form(original, before.error)), False
+        after = rewritten.run(again, lambda place: context.at(f"transformed: {place}"), keep=question.keep)
+    failed = None if after.error is None else _form(rewritten, after.error)
+    return Answer(before, None if after == before else after, applied.num_fired, digest, failed=failed), after.error is None
+
+
+def _form(graph: RealGraph, error: ErrorRecord) -> Form | None:
+    """What collective an error belongs to."""
+    node = next((step.node for step in graph.steps if step.node.name == error.node), None)
+    start = None if node is None else node if is_collective(node) else start_of(node) if is_wait(node) else None
+    spec = None if start is None else TABLE[target_name(start)].collective
+    if start is None or spec is None:
+        return None
+    operands = start.args[0] if spec.coalesced else [start.args[0]]
+    metas = [m for n in operands if isinstance(n, Node) and isinstance(m := n.meta.get("val"), torch.Tensor)]  # type: ignore[union-attr]
+    if not metas:
+        return None
+    reduce_op = None if spec.reduce_op is None else str(start.args[spec.reduce_op])
+    shape = () if not metas[0].shape else (2,) if metas[0].numel() else (0,)
+    return Form(target_name(start), tuple(sorted({str(m.dtype).removeprefix("torch.") for m in metas})), reduce_op, shape)
+
+
+def encode_form(form: Form) -> bytes:
+    """As it travels to the ranks."""
+    return _ENCODER.encode(form)
+
+
+def probe(payload: bytes, context: Context) -> TaskResult:
+    """Try one collective alone, on ones, over all ranks; the answer is what the backend says against it, or nothing."""
+    form = _FORMS.decode(payload)
+    spec = TABLE[form.target].collective
+    assert spec is not None
+    count = context.world_size
+    rows = (form.shape[0] and count, *form.shape[1:]) if form.shape else ()
+    operands = [torch.ones(rows, dtype=getattr(torch, d), device=context.device) for d in form.dtypes]
+    args: list[Any] = [operands if spec.coalesced else operands[0]]
+    if spec.kind == "all_to_all":
+        args += [[rows[0] // count] * count] * 2
+    elif spec.kind == "broadcast":
+        args.append(0)
+    args += [] if form.reduce_op is None else [form.reduce_op]
+    args += [] if spec.group_size is None else [count]
+    named = {} if spec.out is None else {spec.out: torch.ones(_gathered(rows, spec.kind, count), dtype=operands[0].dtype, device=context.device)}
+    try:
+        result = resolve(form.target)(*args, _world_name(), **named)
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            resolve(WAIT)(tensor)
+    except Exception as error:
+        return TaskResult(f"{type(error).__name__}: {error}".encode(), False)
+    return TaskResult(b"")
+
+
+def _world_name() -> str:
+    world: Any = dist.group.WORLD
+    return str(world.group_name)
+
+
+def _gathered(rows: tuple[int, ...], kind: str, count: int) -> tuple[int, ...]:
+    return (rows[0] * count if kind == "all_gather" else rows[0] // count, *rows[1:])
 
 
 def _inputs(program: Program, rank: int, seed: int) -> RankInputs:

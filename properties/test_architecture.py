@@ -22,7 +22,7 @@ LAYERS = (
     {"worker"},
     {"subjects"},
     {"reference", "strategies", "executors", "oracles"},
-    {"graph"},
+    {"graph", "capability"},
     {"ops"},
     {"spec"},
     {"errors"},

@@ -11,7 +11,7 @@ from harness.executors.algebra import Field
 from harness.spec.dtypes import DTYPES
 from harness.spec.program import Program, TensorSpec, contiguous_stride, storage_numel
 
-__all__ = ["RankInputs", "TrialKind", "draw_inputs", "fresh"]
+__all__ = ["RankInputs", "TrialKind", "clone", "draw_inputs", "fresh"]
 
 TrialKind = Literal["small", "normal"]
 
@@ -38,20 +38,21 @@ def draw_inputs(program: Program, kind: TrialKind, field: Field, seed: int) -> l
 
 def fresh(inputs: RankInputs, program: Program) -> RankInputs:
     """A copy that may be written to: storages are cloned, inputs that share one still do."""
-    return RankInputs(_clone(inputs.concrete, program), _clone(inputs.field, program))
+    return RankInputs(clone(inputs.concrete, program), clone(inputs.field, program))
 
 
-def _clone(tensors: list[Tensor], program: Program) -> list[Tensor]:
+def clone(tensors: list[Tensor], program: Program, device: str | None = None) -> list[Tensor]:
+    """A copy of one half, of the same geometry and aliasing, on ``device``."""
     result: list[Tensor] = []
     for spec, tensor in zip(program.inputs, tensors, strict=True):
         if spec.view_of is not None:
             base = result[spec.view_of]
             result.append(base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
         elif spec.stride is None and spec.storage_offset == 0:
-            result.append(tensor.clone())
+            result.append(tensor.to(device, copy=True))
         else:
             flat = tensor.as_strided((_held(spec),), (1,), 0)
-            result.append(flat.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+            result.append(flat.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
     return result
 
 

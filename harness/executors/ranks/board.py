@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import time
 from typing import Final, NamedTuple
 
 __all__ = ["Board", "Seen", "Turnstile", "anonymous_file"]
 
 _SIZE: Final = 4096
-_HEAD: Final = struct.Struct("<qdI")
+_CASE, _SINCE, _LENGTH = 0, 1, 2
+_TEXT_AT: Final = 24
 _MOST_TEXT: Final = 1024
 _PAUSE_S: Final = 5e-5
 
@@ -24,7 +24,7 @@ class Seen(NamedTuple):
     """What a rank's board says.
 
     Attributes:
-        case: its number, or -1 before the first.
+        case: its number, or 0 before the first.
         since: when it was begun, by ``time.monotonic``, which all processes of a machine share.
         place: where it is within the case, as ``transformed: all_reduce_1``.
     """
@@ -40,31 +40,25 @@ class Board:
     def __init__(self, file: int) -> None:
         if os.fstat(file).st_size < _SIZE:
             os.ftruncate(file, _SIZE)
-        self._page = mmap.mmap(file, _SIZE)
-        self.clear()
-
-    def clear(self) -> None:
-        """No case, as before the first."""
-        _HEAD.pack_into(self._page, 0, -1, 0.0, 0)
+        page = memoryview(mmap.mmap(file, _SIZE))
+        self._numbers, self._times, self._text = page.cast("q"), page.cast("d"), page[_TEXT_AT:]
 
     def begin(self, case: int) -> None:
-        """A case begins now."""
-        _HEAD.pack_into(self._page, 0, case, time.monotonic(), 0)
+        """A case, numbered above 0, begins now."""
+        self._times[_SINCE] = time.monotonic()  # before the number, so that no reader finds a case with the time of none
+        self._numbers[_LENGTH] = 0
+        self._numbers[_CASE] = case
 
     def at(self, place: str) -> None:
         """The case came to ``place``."""
         text = place.encode()[:_MOST_TEXT]
-        self._page[_HEAD.size : _HEAD.size + len(text)] = text
-        struct.pack_into("<I", self._page, _HEAD.size - 4, len(text))
+        self._text[: len(text)] = text
+        self._numbers[_LENGTH] = len(text)
 
     def read(self) -> Seen:
         """What it says now; a place that is being written may be read half."""
-        case, since, length = _HEAD.unpack_from(self._page)
-        text = self._page[_HEAD.size : _HEAD.size + min(length, _MOST_TEXT)]
-        return Seen(case, since, text.decode(errors="replace"))
-
-    def close(self) -> None:
-        self._page.close()
+        case, since = self._numbers[_CASE], self._times[_SINCE]
+        return Seen(case, since, bytes(self._text[: self._numbers[_LENGTH]]).decode(errors="replace"))
 
 
 class Turnstile:

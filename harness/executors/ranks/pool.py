@@ -119,7 +119,6 @@ class _Rank:
 
     def close(self) -> None:
         self.peer.close()
-        self.board.close()
         for file in (self.handle, self.output, self.stacks):
             os.close(file)
 
@@ -134,6 +133,10 @@ class RankPool:
         preload: modules that are imported once, before the ranks are forked.
         deadline_s: how long a case may take, from when the first rank began it; independent of the backend's own time-out.
         hash_seed: ``PYTHONHASHSEED`` of the ranks; Python's own choice where left out.
+
+    Attributes:
+        num_healed: how often all ranks were ended because of a fault.
+        refusals: what the backend was found to refuse, by what was tried; kept here by whoever probes.
 
     The processes are started by the first ``run``, or by ``start``. They end with ``close``, with the ``with`` block, or when this process ends, however it does.
     """
@@ -158,6 +161,7 @@ class RankPool:
         self.deadline_s = deadline_s
         self.hash_seed = hash_seed
         self.num_healed = 0
+        self.refusals: dict[bytes, str] = {}
         self._preload = tuple(dict.fromkeys(preload))
         self._server: subprocess.Popen[bytes] | None = None
         self._server_peer: Peer[FromServer] | None = None
@@ -294,7 +298,6 @@ class RankPool:
                 raise PoolBroken(f"rank {number} cannot be started: {spawned.error}")
         except BaseException:
             ours.close()
-            own_board.close()
             os.close(output)
             os.close(stacks)
             raise
@@ -423,7 +426,7 @@ class _Batch:
         self.first = message.cases[0].number
         self.done: dict[int, dict[int, Done]] = {}
         self.results: list[CaseResult] = []
-        self.sent_at = time.monotonic()
+        self.progress_at = time.monotonic()
         self.cut_at: float | None = None
         self.wake_at = 0.0
 
@@ -456,7 +459,7 @@ class _Batch:
             while len(here := self.done.get(self.current, {})) == pool.world_size:
                 answers = [here[r] for r in range(pool.world_size)]
                 self.results.append(self._result(answers))
-                self.cut_at = None
+                self.cut_at, self.progress_at = None, time.monotonic()
                 if not all(answer.is_clean for answer in answers) or len(self.results) == len(self.message.cases):
                     return self.results
             self._watch(here)
@@ -474,8 +477,9 @@ class _Batch:
 
     def _deadline(self) -> float:
         """When the current case is given up."""
-        began = [seen.since for rank in self.pool.ranks if (seen := rank.board.read()).case == self.current]
-        end = min(began) + self.deadline_s if began else self.sent_at + self.deadline_s + _START_S
+        boards = [rank.board.read() for rank in self.pool.ranks]
+        began = [seen.since for seen in boards if seen.case >= self.current]
+        end = min(began) + self.deadline_s if began else self.progress_at + self.deadline_s + _START_S
         return end if self.cut_at is None else min(end, self.cut_at)
 
     def _watch(self, here: dict[int, Done]) -> None:

@@ -25,6 +25,7 @@ __all__ = ["TASKS", "Context", "TaskResult", "serve"]
 TASKS: Final = {
     "judge": "harness.worker:judge",
     "outline": "harness.worker:outline",
+    "probe": "harness.worker:probe",
 }
 """The tasks that a controller may ask for, by name."""
 

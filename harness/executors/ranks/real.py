@@ -36,12 +36,13 @@ class RealGraph:
     Args:
         gm: straight-line tensor code.
         views_may_copy: run ``aten.view`` as ``aten.reshape``, which is how Inductor lowers it.
+        device: where what the graph makes lies.
 
     Raises:
         Unsupported: the graph has nodes that are no calls.
     """
 
-    def __init__(self, gm: GraphModule, *, views_may_copy: bool = False) -> None:
+    def __init__(self, gm: GraphModule, *, views_may_copy: bool = False, device: str = "cpu") -> None:
         self.placeholders: list[Node] = []
         self.steps: list[_Step] = []
         self.outputs: tuple[Any, ...] = ()
@@ -54,12 +55,15 @@ class RealGraph:
                 self.outputs = tuple(values) if isinstance(values, (tuple, list)) else (values,)
             elif node.op == "call_function":
                 self.steps.append(_step(node, views_may_copy))
-                arguments.append(positional(node) if hasattr(node.target, "_schema") else (node.args, node.kwargs))
+                args, kwargs = positional(node) if hasattr(node.target, "_schema") else (node.args, dict(node.kwargs))
+                if "device" in kwargs:
+                    kwargs["device"] = torch.device(device)
+                arguments.append((args, kwargs))
             else:
                 raise Unsupported(node.op, node.name, f"{node.op} nodes are not straight-line tensor code")
         self._arguments = arguments
 
-    def run(self, inputs: Sequence[Tensor], at: Callable[[str], None], *, keep: bool = False) -> tuple[RankOutcome, list[Tensor]]:
+    def run(self, inputs: Sequence[Tensor], at: Callable[[str], None], *, keep: bool = False) -> RankOutcome:
         """Run it once; ``inputs`` are written to where the graph does.
 
         All collectives that were started are waited for, also after an error, so that the next case finds none under way.
@@ -70,7 +74,7 @@ class RealGraph:
             keep: put the tensors' bytes into the outcome.
 
         Returns:
-            What was seen, and the outputs.
+            What was seen.
         """
         values: dict[Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
         versions = [t._version for t in inputs]
@@ -99,7 +103,7 @@ class RealGraph:
             error = error or _settle(started, at)
         outputs = [] if error else [values[v] for v in self.outputs if isinstance(v, Node)]
         seen_inputs, seen_outputs = record(inputs, outputs, versions, keep=keep)
-        return RankOutcome(outputs=seen_outputs, inputs=seen_inputs, collectives=tuple(issued), error=error), outputs
+        return RankOutcome(outputs=seen_outputs, inputs=seen_inputs, collectives=tuple(issued), error=error)
 
 
 def _settle(started: Mapping[str, list[Tensor]], at: Callable[[str], None]) -> ErrorRecord | None:
