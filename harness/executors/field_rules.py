@@ -181,7 +181,7 @@ def _opaque(name: str) -> Rule:
 
 
 def _control(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor:
-    return out.long()
+    return out.to(torch.int64, copy=True)
 
 
 def _where(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor:

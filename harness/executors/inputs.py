@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from harness.executors.algebra import Field
 from harness.spec.dtypes import DTYPES
 from harness.spec.program import Program, TensorSpec, contiguous_stride, storage_numel
 
-__all__ = ["RankInputs", "TrialKind", "clone", "draw_inputs", "fresh"]
+__all__ = ["RankInputs", "TrialKind", "clone", "draw_concrete", "draw_inputs", "fresh"]
 
 TrialKind = Literal["small", "normal"]
 
@@ -32,8 +33,25 @@ def draw_inputs(program: Program, kind: TrialKind, field: Field, seed: int) -> l
     ``small`` gives small integers in every dtype, so that sums over ranks are exact; ``normal`` gives ordinary floats and
     integers that a float32 cannot hold. An input with ``data`` has that data in both. The same arguments give the same values.
     """
+    concrete = [draw_concrete(program, kind, seed, rank) for rank in range(program.world_size)]
     generator = torch.Generator().manual_seed(seed)
-    return [_draw_rank(program, kind, field, rank, generator) for rank in range(program.world_size)]
+    return [RankInputs(own, _draw_field(program, own, field, generator)) for own in concrete]
+
+
+def draw_concrete(program: Program, kind: TrialKind, seed: int, rank: int) -> list[Tensor]:
+    """The concrete half alone of one rank's inputs, as ``draw_inputs`` gives it."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{rank}".encode()))
+    drawn: list[Tensor] = []
+    for spec in program.inputs:
+        geometry = (spec.shape, _strides(spec), spec.storage_offset)
+        if spec.view_of is not None:
+            drawn.append(drawn[spec.view_of].as_strided(*geometry))
+            continue
+        value = _values(_held(spec), spec, kind, generator).as_strided(*geometry)
+        if spec.data is not None:
+            value.copy_(_stored(spec, rank))
+        drawn.append(value)
+    return drawn
 
 
 def fresh(inputs: RankInputs, program: Program) -> RankInputs:
@@ -57,27 +75,22 @@ def clone(tensors: list[Tensor], program: Program, device: str | None = None) ->
 
 
 def _held(spec: TensorSpec) -> int:
-    stride = contiguous_stride(spec.shape) if spec.stride is None else spec.stride
-    return storage_numel(spec.shape, stride, spec.storage_offset)
+    return storage_numel(spec.shape, _strides(spec), spec.storage_offset)
 
 
-def _draw_rank(program: Program, kind: TrialKind, field: Field, rank: int, generator: torch.Generator) -> RankInputs:
-    concrete: list[Tensor] = []
+def _draw_field(program: Program, concrete: list[Tensor], field: Field, generator: torch.Generator) -> list[Tensor]:
     halves: list[Tensor] = []
-    for spec in program.inputs:
-        stride = contiguous_stride(spec.shape) if spec.stride is None else spec.stride
-        geometry = (spec.shape, stride, spec.storage_offset)
+    for spec, own in zip(program.inputs, concrete, strict=True):
+        geometry = (own.shape, own.stride(), own.storage_offset())
         if spec.view_of is not None:
-            concrete.append(concrete[spec.view_of].as_strided(*geometry))
             halves.append(halves[spec.view_of].as_strided(*geometry))
-            continue
-        held = _held(spec)
-        value = _values(held, spec, kind, generator).as_strided(*geometry)
-        if spec.data is not None:
-            value.copy_(_stored(spec, rank))
-        concrete.append(value)
-        halves.append(field.random((held,), (1,), spec.dtype, generator).as_strided(*geometry))
-    return RankInputs(concrete, halves)
+        else:
+            halves.append(field.random((_held(spec),), (1,), spec.dtype, generator).as_strided(*geometry))
+    return halves
+
+
+def _strides(spec: TensorSpec) -> tuple[int, ...]:
+    return contiguous_stride(spec.shape) if spec.stride is None else spec.stride
 
 
 def _stored(spec: TensorSpec, rank: int) -> Tensor:

@@ -574,6 +574,8 @@ def _carry_out(slot: list[_Started], ranks: list[_Rank], field: Field) -> None:
         halves = [s.halves[k] for s in slot]
         output_halves = [s.output_halves[k] for s in slot]
         _exchange(slot, inputs, outputs, None)
+        if first.reduce_op == "avg":  # gloo has no such op: torch sums, then divides in place
+            torch._C._increment_version([s.outputs[k] for s in slot])
         if all(h is not None for h in halves) and all(h is not None for h in output_halves):
             _exchange(slot, [h.reshape(-1) for h in halves if h is not None], output_halves, field)
         else:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
 
 from harness.errors import Unsupported
 from harness.executors.algebra import P, Field
+from harness.executors import lockstep as lockstep_module
 from harness.executors.inputs import draw_inputs, fresh
 from harness.executors.lockstep import Lockstep
-from harness.graph import build
+from harness.graph import build, build_all
 from harness.spec.dtypes import DTYPES
 from harness.spec.outcome import Outcome
 from harness.spec.program import Arg, DTypeArg, Group, GroupArg, Op, Program, Ref, TensorSpec
+from harness.strategies import collective_programs
 
 C10D = "_c10d_functional."
 WORLD = Group("world", ((0, 1, 2, 3),))
@@ -248,3 +253,28 @@ def test_a_view_that_needs_a_copy_makes_one_only_where_that_is_asked_for() -> No
         for copies in (False, True)
     ]
     assert runs[0] == runs[1]
+
+
+@given(collective_programs(world_sizes=(2,)))
+@settings(max_examples=150, deadline=None)
+def test_the_halves_share_no_memory(program: Program) -> None:
+    """No value's field half lies in memory of any concrete half, so that writing one leaves the other as it is."""
+    seen: list[tuple[list[Any], list[Any]]] = []
+    record = lockstep_module._record
+
+    def look(rank: Any, keep: bool) -> Any:
+        seen.append((rank.c, rank.f))
+        return record(rank, keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lockstep_module, "_record", look)
+        lockstep = Lockstep(build_all(program), program.groups, program.world_size)
+        field = Field(1, lockstep.dtypes)
+        lockstep.run(draw_inputs(program, "small", field, 1), field, trial="small", poison_seed=1)
+    for concrete, halves in seen:
+        assert not _storages(concrete) & _storages(halves)
+
+
+def _storages(values: list[Any]) -> set[int]:
+    tensors = [t for v in values for t in (v if isinstance(v, (list, tuple)) else [v]) if isinstance(t, torch.Tensor)]
+    return {t.untyped_storage()._cdata for t in tensors}
