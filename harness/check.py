@@ -28,6 +28,7 @@ from harness.spec.outcome import Outcome
 from harness.spec.program import PerRank, Program
 from harness.spec.protocols import Clock, Subject
 from harness.spec.verdict import Reason, Signature, Verdict, normalise_message
+from harness.twin import Twin
 
 __all__ = ["BUCKETING_LAWS", "check", "signatures"]
 
@@ -47,6 +48,7 @@ BUCKETING_LAWS: Final[Mapping[str, Law]] = {
     "collectives_conserved": schedule.collectives_conserved,
     "caps_respected": schedule.caps_respected,
     "idempotent": graphs.idempotent,
+    "deterministic": graphs.deterministic,
 }
 """The laws of the feature ``bucketing``; ``applies`` (the pass itself raises nothing) is judged before them."""
 
@@ -75,6 +77,7 @@ def check(
     laws: Mapping[str, Law] = BUCKETING_LAWS,
     skip_unchanged: bool = True,
     ranks: RankPool | None = None,
+    twin: Twin | None = None,
 ) -> Verdict:
     """Judge what ``subject`` does to ``program``.
 
@@ -90,6 +93,7 @@ def check(
         skip_unchanged: do not run what the subject left exactly as it was; the verdict is PASS and vacuous. A divergent program
             is always run.
         ranks: run on these real ranks instead of in lockstep, see ``harness.on_ranks``.
+        twin: also apply the subject under other hash seeds, for the law ``deterministic``.
 
     Returns:
         FAIL with every promised law that broke (``applies`` and ``graph_valid`` end the check at once); INCONCLUSIVE where the program lies outside the subject's contract or has an unsupported operator, where it does not run itself, or the harness failed; else PASS, ``proved`` or ``tested``.
@@ -101,7 +105,7 @@ def check(
             return _inconclusive("outside_contract", refusal)
         if ranks is not None:
             return check_on_ranks([program], subject, ranks, seed=seed, laws=laws)[0]
-        return _check(program, subject, seed, timer, laws, skip_unchanged)
+        return _check(program, subject, seed, timer, laws, skip_unchanged, twin)
     except Unsupported as error:
         return _inconclusive("unsupported", str(error))
     except Exception as error:
@@ -121,12 +125,12 @@ def _signature(reason: Reason, subject: Subject) -> Signature:
     return Signature(subject.feature, subject.label, reason.law, reason.kind, detail)
 
 
-def _inconclusive(kind: str, message: str) -> Verdict:
-    return Verdict("INCONCLUSIVE", (Reason("judged", "INCONCLUSIVE", kind, message),))
+def _inconclusive(kind: str, message: str, *, law: str = "judged") -> Verdict:
+    return Verdict("INCONCLUSIVE", (Reason(law, "INCONCLUSIVE", kind, message),))
 
 
 def _check(
-    program: Program, subject: Subject, seed: int, timer: Clock, laws: Mapping[str, Law], skip_unchanged: bool
+    program: Program, subject: Subject, seed: int, timer: Clock, laws: Mapping[str, Law], skip_unchanged: bool, twin: Twin | None
 ) -> Verdict:
     with timer.phase("build"):
         metas = infer_program(program)
@@ -141,6 +145,7 @@ def _check(
     unsound = graphs.graph_valid(Evidence(program, (), (), transformed.graphs))
     if unsound:
         return Verdict("FAIL", tuple(unsound), num_fired=transformed.num_fired)
+    asked = twin.ask(program, subject) if twin is not None and transformed.num_fired else None
     was_again = _second_application(program, subject, transformed.graphs[0]) if "idempotent" in promised and transformed.num_fired else None
     with timer.phase("run"):
         may_copy = getattr(subject, "views_may_copy", False)
@@ -153,7 +158,7 @@ def _check(
         before, after = runner.trials(num_trials, keep=False)
     broken = next((r.error for r in before[0].ranks if r.error is not None), None)
     if broken is not None:
-        return _inconclusive(broken.type.lower(), f"the program itself does not run: {broken.message}")
+        return _inconclusive(broken.type.lower(), f"the program itself does not run: {broken.message}", law="program_runs")
     is_exact = narrow == 0 and not original.is_opaque and not rewritten.is_opaque
     with timer.phase("judge"):
         evidence = Evidence(
@@ -165,6 +170,7 @@ def _check(
             getattr(subject, "caps_bytes", None),
             None,
             was_again,
+            outlines=() if asked is None else asked.result(),
         )
         said = {name: law(evidence) for name, law in laws.items()}
         if said.get("equal_outputs") or said.get("equal_inputs"):

@@ -18,6 +18,7 @@ from harness.errors import HarnessError
 if TYPE_CHECKING:
     from harness.hunt import HuntReport
     from harness.ledger import Fault, Ledger
+    from harness.levels import Level, Levels
     from harness.report.console import Output, Row
     from harness.spec.program import Program
     from harness.spec.protocols import Subject
@@ -125,6 +126,20 @@ def features(as_json: bool) -> int:
     return JUDGED
 
 
+def _level_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    level = click.option(
+        "--level",
+        type=click.Choice(("lockstep", "passes")),
+        default="lockstep",
+        show_default=True,
+        help="Where programs run: in lockstep, or (passes) the graphs on real ranks over gloo.",
+    )
+    deadline = click.option(
+        "--deadline", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="Seconds a case may take on real ranks."
+    )
+    return level(deadline(command))
+
+
 @main.command()
 @click.argument("features", nargs=-1, metavar="[FEATURE]...")
 @click.option("--subject", default="inductor", show_default=True, help="Whose passes to try.")
@@ -135,6 +150,7 @@ def features(as_json: bool) -> int:
     "--world-size", type=click.IntRange(1, _MAX_WORLD_SIZE), help="Ranks of all programs; 2 and 4 by default."
 )
 @click.option("--out", type=_FILE, default=Path("findings"), show_default=True, help="The folder for findings.")
+@_level_options
 @_json_option
 def hunt(
     features: tuple[str, ...],
@@ -144,6 +160,8 @@ def hunt(
     seed: int | None,
     world_size: int | None,
     out: Path,
+    level: Level,
+    deadline: float,
     as_json: bool,
 ) -> int:
     """Draw programs, judge what a subject does to them, shrink and store what fails."""
@@ -161,6 +179,8 @@ def hunt(
 
     from harness.hunt import hunt as run
     from harness.ledger import load_ledger
+    from harness.levels import Levels
+    from harness.twin import Twin
 
     output = _output(as_json)
     chosen = random.SystemRandom().randrange(2**32) if seed is None else seed
@@ -170,8 +190,10 @@ def hunt(
         "hunt", features=names, subject=subject, seed=chosen, seconds=limit, cases=cases, torch=ledger.torch_version
     )
     amount = f"{cases} cases" if cases is not None else f"{limit:g} s"
+    modules = tuple(name for found in loaded.values() for name in getattr(found, "modules", ()))
+    twin = Twin(modules, is_patient=False) if level == "lockstep" else None
     output.line(f"hunting {', '.join(names)} of {subject}, torch {ledger.torch_version}, {amount}, seed {chosen}")
-    with output.progress(float(cases or limit or 0)) as bar:
+    with output.progress(float(cases or limit or 0)) as bar, Levels(level, deadline_s=deadline, twin=twin) as levels:
         report = run(
             names,
             subject=loaded.__getitem__,
@@ -182,6 +204,7 @@ def hunt(
             out=out,
             observer=_observer(output, bar, by_cases=cases is not None),
             ledger=ledger,
+            judge=levels.check,
         )
     _show_hunt(output, report, chosen, ledger)
     return report.exit_status
@@ -295,8 +318,9 @@ def _show_hunt(output: Output, report: HuntReport, seed: int, ledger: Ledger) ->
 @click.argument("file", type=_FILE)
 @click.option("--feature", default="bucketing", show_default=True, help="Whose laws to check.")
 @click.option("--subject", default="inductor", show_default=True, help="Whose passes to try; all their settings are.")
+@_level_options
 @_json_option
-def check(file: Path, feature: str, subject: str, as_json: bool) -> int:
+def check(file: Path, feature: str, subject: str, level: Level, deadline: float, as_json: bool) -> int:
     """Judge what a subject does to one program.
 
     FILE is a Program or a finding (.json), or Python (.py) with program(*tensors) and inputs(rank, world_size),
@@ -305,6 +329,7 @@ def check(file: Path, feature: str, subject: str, as_json: bool) -> int:
     from harness.casefile import read_case
     from harness.errors import Unsupported
     from harness.ledger import load_ledger
+    from harness.levels import Levels
     from harness.subjects.registry import load_subject
 
     output = _output(as_json)
@@ -314,20 +339,24 @@ def check(file: Path, feature: str, subject: str, as_json: bool) -> int:
         program = read_case(file)
     except Unsupported as error:
         return _undecided(output, f"{file}: {error}")
-    rows = [_judge(program, variant, ledger) for variant in loaded.variants()]
+    with Levels(level, deadline_s=deadline) as levels:
+        rows: list[Row] = []
+        for variant in loaded.variants():
+            rows.append(_judge(program, variant, ledger, levels))
+            if any(reason.law == "program_runs" for reason in rows[-1].verdict.reasons):
+                break
     for row in rows:
         output.event("verdict", file=str(file), **row.as_event())
     output.verdicts(rows)
     return _conclude(output, rows)
 
 
-def _judge(program: Program, subject: Subject, ledger: Ledger, *, seed: int = 0) -> Row:
-    from harness.check import check as judge
+def _judge(program: Program, subject: Subject, ledger: Ledger, levels: Levels, *, seed: int = 0) -> Row:
     from harness.check import signatures
     from harness.report.console import Row, variant_name
 
     logging.getLogger("torch").setLevel(logging.CRITICAL)
-    verdict: Verdict = judge(program, subject, seed=seed)
+    verdict: Verdict = levels.check(program, subject, seed=seed)
     faults = [ledger.match(signature) for _, signature in signatures(verdict, subject)]
     name = variant_name(subject.label, subject.options)
     return Row(name, verdict, tuple(None if fault is None else fault.id for fault in faults))
@@ -361,23 +390,28 @@ def _undecided(output: Output, reason: str) -> int:
 @main.command()
 @click.argument("findings", nargs=-1, required=True, type=_FILE, metavar="FINDING...")
 @click.option("--subject", help="Judge all settings of this subject, instead of the one that the finding names.")
+@_level_options
 @_json_option
-def replay(findings: tuple[Path, ...], subject: str | None, as_json: bool) -> int:
+def replay(findings: tuple[Path, ...], subject: str | None, level: Level, deadline: float, as_json: bool) -> int:
     """Judge stored findings again."""
     from harness.findings import load_finding
     from harness.ledger import load_ledger
+    from harness.levels import Levels
     from harness.report.console import Row
+    from harness.twin import Twin
 
     loaded = [(path, load_finding(path)) for path in findings]
     subjects = [_subjects(finding, subject) for _, finding in loaded]
     output = _output(as_json)
     ledger = load_ledger()
     rows: list[Row] = []
-    for (path, finding), variants in zip(loaded, subjects, strict=True):
-        for variant in variants:
-            row = _judge(finding.program, variant, ledger, seed=finding.seed)
-            output.event("verdict", file=str(path), **row.as_event())
-            rows.append(Row(f"{path}: {row.variant}" if len(loaded) > 1 else row.variant, row.verdict, row.known))
+    is_hashed = level == "lockstep" and any(finding.signature.law == "deterministic" for _, finding in loaded)
+    with Levels(level, deadline_s=deadline, twin=Twin() if is_hashed else None) as levels:
+        for (path, finding), variants in zip(loaded, subjects, strict=True):
+            for variant in variants:
+                row = _judge(finding.program, variant, ledger, levels, seed=finding.seed)
+                output.event("verdict", file=str(path), **row.as_event())
+                rows.append(Row(f"{path}: {row.variant}" if len(loaded) > 1 else row.variant, row.verdict, row.known))
     output.verdicts(rows)
     return _conclude(output, rows)
 

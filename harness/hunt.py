@@ -24,6 +24,7 @@ from hypothesis.errors import Flaky, FlakyFailure, Unsatisfiable
 from harness.check import check, signatures
 from harness.findings import environment, store_finding
 from harness.ledger import Fault, Ledger, load_ledger
+from harness.levels import Judge
 from harness.spec.program import Program
 from harness.spec.protocols import Subject
 from harness.spec.verdict import Finding, Signature, Verdict
@@ -153,6 +154,7 @@ def hunt(
     out: Path = Path("findings"),
     observer: Observer | None = None,
     ledger: Ledger | None = None,
+    judge: Judge = check,
 ) -> HuntReport:
     """Hunt until time or cases are used up.
 
@@ -167,6 +169,7 @@ def hunt(
         out: the folder that findings are written to, each as soon as it is seen, and again once it is smaller.
         observer: told of cases and findings.
         ledger: of known faults; the project's own where left out.
+        judge: ``check``, in lockstep or at another level.
 
     Raises:
         OSError: a finding cannot be written.
@@ -182,7 +185,7 @@ def hunt(
                 end = None if budget is None else start + budget * (i + 1) / len(names)
                 limit = None if cases is None else cases // len(names) + (i < cases % len(names))
                 grace = 0.0 if budget is None else min(_SHRINK_SECONDS, budget * _LAST_SHRINK_SHARE)
-                hunter = _Hunter(name, subject(name), world_size, known, report, observer or Observer(), out, is_interrupted)
+                hunter = _Hunter(name, subject(name), world_size, known, report, observer or Observer(), out, is_interrupted, judge)
                 hunter.run(end, limit, seed, grace)
     except KeyboardInterrupt:
         report.interrupted = True
@@ -228,6 +231,7 @@ class _Hunter:
         observer: Observer,
         out: Path,
         is_interrupted: Callable[[], bool],
+        judge: Judge,
     ) -> None:
         self.feature = feature
         self.variants = subject.variants()
@@ -238,6 +242,7 @@ class _Hunter:
         self.observer = observer
         self.out = out
         self.is_interrupted = is_interrupted
+        self.judge = judge
         self.clock = PhaseClock()
         self.best: dict[Signature, _Best] = {}
         self.classes: dict[Signature, type[_Found]] = {}
@@ -315,7 +320,7 @@ class _Hunter:
         shrinking = self.failing_since is not None
         if self._too_long() if shrinking else self._is_over():
             raise _Stop
-        verdict = check(program, variant, seed=self.seed, clock=self.clock)
+        verdict = self.judge(program, variant, seed=self.seed, clock=self.clock)
         self._count(verdict, variant, shrinking)
         unknown: Signature | None = None
         for _, signature in signatures(verdict, variant):

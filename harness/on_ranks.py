@@ -87,15 +87,17 @@ def check_on_ranks(
 
 
 def _is_crash(verdict: Verdict) -> bool:
-    return verdict.status == "FAIL" and verdict.reasons[0].kind in _CRASHES
+    return any(reason.kind in _CRASHES for reason in verdict.reasons)
 
 
 def _confirmed(program: Program, subject: Subject, pool: RankPool, verdict: Verdict, seed: int, laws: Mapping[str, Law]) -> Verdict:
-    """The verdict, where new ranks crash or hang in the same way; a backend may do so by itself, and then the pass is not accused."""
+    """The verdict, where new ranks crash or hang in the same way; a backend may do so by itself, and then nobody is accused."""
     (result,) = pool.run("judge", [encode_question(_question(program, subject, seed))])
     again = _verdict(program, subject, pool, result, seed, laws)
-    if again.status == "FAIL" and (again.reasons[0].law, again.reasons[0].kind) == (verdict.reasons[0].law, verdict.reasons[0].kind):
+    if {(r.law, r.kind) for r in again.reasons} == {(r.law, r.kind) for r in verdict.reasons}:
         return verdict
+    if verdict.status == "INCONCLUSIVE":
+        return again
     return _undecided("not_repeated", f"{verdict.reasons[0].message}; on new ranks: {again.reasons[0].message if again.reasons else again.status}")
 
 
@@ -103,8 +105,8 @@ def _question(program: Program, subject: Subject, seed: int, *, keep: bool = Fal
     return Question(program, subject.feature, subject.name, dict(subject.options), seed, keep)
 
 
-def _undecided(kind: str, message: str) -> Verdict:
-    return Verdict("INCONCLUSIVE", (Reason("judged", "INCONCLUSIVE", kind, message),))
+def _undecided(kind: str, message: str, *, law: str = "judged") -> Verdict:
+    return Verdict("INCONCLUSIVE", (Reason(law, "INCONCLUSIVE", kind, message),))
 
 
 def _failed(law: str, kind: str, message: str, num_fired: int, *, rank: int | None = None, node: str | None = None, seen: str = "") -> Verdict:
@@ -156,7 +158,7 @@ def _broken(answers: Mapping[int, Answer], fault: Fault | None) -> Verdict | Non
     if fault is None:
         failed = [(rank, a.before.error) for rank, a in answers.items() if a.before is not None and a.before.error is not None]
         for rank, error in failed:
-            return _undecided(error.type.lower(), f"the program itself does not run: rank {rank}: {error.message}")
+            return _undecided(error.type.lower(), f"the program itself does not run: rank {rank}: {error.message}", law="program_runs")
         return None
     decisive = next(found for status in ("died", "raised", "stuck") if (found := [s for s in fault.ranks if s.status == status]))
     if any(s.place.startswith("pass") for s in decisive):
@@ -164,7 +166,7 @@ def _broken(answers: Mapping[int, Answer], fault: Fault | None) -> Verdict | Non
     if all(s.place.startswith("transformed") for s in decisive):
         at = decisive[0]
         return _failed("runs", fault.kind, fault.message, max(num_fired, 1), rank=at.rank, node=at.place.partition(": ")[2], seen=fault.kind)
-    return _undecided(fault.kind, f"the program itself does not run: {fault.message}")
+    return _undecided(fault.kind, f"the program itself does not run: {fault.message}", law="program_runs")
 
 
 def _compared(program: Program, subject: Subject, pool: RankPool, answers: Sequence[Answer], seed: int, laws: Mapping[str, Law]) -> Verdict:

@@ -6,6 +6,7 @@ The pool calls these tasks by name (``harness.executors.ranks.rank.TASKS``). Wha
 from __future__ import annotations
 
 import hashlib
+import time
 import traceback
 import zlib
 from collections.abc import Mapping
@@ -19,11 +20,10 @@ from msgspec import Struct
 from torch.fx import GraphModule, Node
 
 from harness.errors import Unsupported
-from harness.executors.algebra import Field
-from harness.executors.inputs import RankInputs, clone, draw_inputs
+from harness.executors.inputs import clone, draw_concrete
 from harness.executors.ranks.groups import named_groups
 from harness.executors.ranks.rank import Context, TaskResult
-from harness.executors.ranks.real import RealGraph
+from harness.executors.ranks.real import RealGraph, bare_loop
 from harness.graph import build, fake_world, is_collective, is_wait, resolve, start_of, target_name
 from harness.graph.analysis import WAIT
 from harness.ops import TABLE, infer_program
@@ -35,7 +35,7 @@ from harness.spec.protocols import OptionValue, Subject
 from harness.spec.verdict import Reason
 from harness.subjects.registry import load_subject
 
-__all__ = ["Answer", "Form", "Question", "decode_answer", "encode_form", "encode_question", "judge", "outline", "outline_of", "probe"]
+__all__ = ["Answer", "Form", "Question", "bare", "decode_answer", "encode_form", "encode_question", "judge", "outline", "outline_of", "probe"]
 
 TRIAL: Final = "small"
 """The numbers that real ranks run on: small integers, whose sums are exact in whichever order a backend adds them."""
@@ -82,7 +82,7 @@ class Answer(Struct, frozen=True, omit_defaults=True):
         before: the original graph's run; None where it was not come to.
         after: the transformed graph's; None where there is none, or where it is equal to ``before`` in every record.
         num_fired: what the subject changed on this rank.
-        outline: a digest of the transformed graph, see ``outline_of``.
+        outline: a digest of the transformed graph, see ``outline_of``; from the task ``outline`` only.
         applied: what the pass raised, and where.
         reasons: what is wrong with the transformed graph itself.
         failed: the collective that raised, or whose wait did.
@@ -123,6 +123,30 @@ def judge(payload: bytes, context: Context) -> TaskResult:
     except Unsupported as error:
         answer, is_clean = Answer(unsupported=str(error)), True
     return TaskResult(_ENCODER.encode(answer), is_clean)
+
+
+def bare(payload: bytes, context: Context) -> TaskResult:
+    """Only build, pass, and the collectives of both graphs, each waited for where its graph does; the answer is the seconds they took.
+
+    What a case costs beyond that is the harness's own.
+    """
+    question = _QUESTIONS.decode(payload)
+    program, rank = question.program, context.rank
+    subject = _subject(question.subject, question.feature, tuple(question.options.items()))
+    begin = time.perf_counter()
+    metas = infer_program(program)
+    gm = build(program, rank, metas)
+    built = time.perf_counter() - begin
+    inputs = clone(_inputs(program, rank, question.seed), program, context.device)
+    with named_groups(program.groups, rank):
+        loop = bare_loop(RealGraph(gm, device=context.device), inputs)
+        context.meet()
+        begin = time.perf_counter()
+        subject.apply(gm, rank)
+        loop()
+        loop()
+        spent = built + time.perf_counter() - begin
+    return TaskResult(f"{spent:.9f}".encode())
 
 
 def outline(payload: bytes, context: Context) -> TaskResult:
@@ -183,18 +207,19 @@ def _judge(question: Question, context: Context) -> tuple[Answer, bool]:
         except Exception as error:
             return Answer(applied=_raised(error)), False
         transformed: GraphModule = applied.graph
-        digest = outline_of(transformed)
-        unsound = graphs.graph_valid(Evidence(program, (), (), [transformed]))
+        unsound = graphs.graph_valid(Evidence(program, (), (), [transformed])) if applied.num_fired else ()
         if unsound:
-            return Answer(num_fired=applied.num_fired, outline=digest, reasons=tuple(unsound)), False
+            return Answer(num_fired=applied.num_fired, reasons=tuple(unsound)), False
         rewritten = RealGraph(transformed, views_may_copy=getattr(subject, "views_may_copy", False), device=context.device)
-        own, again = (clone(inputs.concrete, program, context.device) for _ in range(2))
+        own, again = (clone(inputs, program, context.device) for _ in range(2))
         before = original.run(own, lambda place: context.at(f"original: {place}"), keep=question.keep)
         if before.error is not None:
-            return Answer(before, num_fired=applied.num_fired, outline=digest, failed=_form(original, before.error)), False
+            return Answer(before, num_fired=applied.num_fired, failed=_form(original, before.error)), False
+        context.at("original: its end, where the other ranks are waited for")
+        context.meet()
         after = rewritten.run(again, lambda place: context.at(f"transformed: {place}"), keep=question.keep)
     failed = None if after.error is None else _form(rewritten, after.error)
-    return Answer(before, None if after == before else after, applied.num_fired, digest, failed=failed), after.error is None
+    return Answer(before, None if after == before else after, applied.num_fired, failed=failed), after.error is None
 
 
 def _form(graph: RealGraph, error: ErrorRecord) -> Form | None:
@@ -252,10 +277,9 @@ def _gathered(rows: tuple[int, ...], kind: str, count: int) -> tuple[int, ...]:
     return (rows[0] * count if kind == "all_gather" else rows[0] // count, *rows[1:])
 
 
-def _inputs(program: Program, rank: int, seed: int) -> RankInputs:
+def _inputs(program: Program, rank: int, seed: int) -> list[torch.Tensor]:
     """This rank's, as ``harness.check`` draws them for its first trial in lockstep."""
-    first = zlib.crc32(f"{seed}/0".encode())
-    return draw_inputs(program, TRIAL, Field(first, frozenset()), first)[rank]
+    return draw_concrete(program, TRIAL, zlib.crc32(f"{seed}/0".encode()), rank)
 
 
 def _raised(error: Exception) -> ErrorRecord:

@@ -23,6 +23,7 @@ class Evidence(NamedTuple):
         is_exact: whether no operator on any path narrows or is opaque, so that unequal field halves alone prove a difference.
         caps_bytes: the greatest bucket allowed, by bucket index, or None.
         is_ordered: whether reductions add in rank order, so that equal programs give equal floats; a real backend has an order of its own.
+        outlines: digests of the transformed graph of rank 0, one a hash seed, where that was tried.
         was_again: how many collectives a second application of the subject changed, or None where that was not tried.
     """
 
@@ -35,6 +36,7 @@ class Evidence(NamedTuple):
     after_again: Outcome | None = None
     was_again: int | None = None
     is_ordered: bool = True
+    outlines: Sequence[str] = ()
 
 
 Law = Callable[[Evidence], list[Reason]]

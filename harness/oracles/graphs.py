@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.oracles.evidence import Evidence
 from harness.spec.verdict import Reason, normalise_message
 
-__all__ = ["graph_valid", "idempotent", "metadata_true"]
+__all__ = ["deterministic", "graph_valid", "idempotent", "metadata_true"]
 
 
 def graph_valid(e: Evidence) -> list[Reason]:
@@ -38,3 +38,11 @@ def idempotent(e: Evidence) -> list[Reason]:
         return []
     message = f"a second application changes {e.was_again} collectives more"
     return [Reason("idempotent", "FAIL", "changed_again", message, seen=str(e.was_again), allowed="0")]
+
+
+def deterministic(e: Evidence) -> list[Reason]:
+    """The pass makes the same graph in processes of different hash seeds."""
+    if len(set(e.outlines)) < 2:
+        return []
+    message = "the transformed graph of rank 0 depends on PYTHONHASHSEED, so that ranks may get different ones"
+    return [Reason("deterministic", "FAIL", "hash_seed", message, rank=0, expected=e.outlines[0], seen=e.outlines[1])]

@@ -37,6 +37,7 @@ _COMMON: Final[Mapping[str, str]] = {
     "order_kept": "bucketing.greedy_bucket_collective_by_mb: non-adjacent collectives are not bucketed, as this would change their order",
     "collectives_conserved": "bucketing: each member's data goes through exactly one bucket",
     "metadata_true": "bucketing._recompute_changed_user_metadata: metadata of users is repaired where a layout changed",
+    "deterministic": "torch/_inductor uses OrderedSet for sets, so that ranks, each with a hash seed of its own, compile the same graph",
     "caps_respected": "bucketing.bucket_all_gather_by_mb: groups them into buckets based on a size limit",
 }
 PROMISES: Final[Mapping[str, Mapping[str, str]]] = {

@@ -12,6 +12,7 @@ from harness.errors import UnknownSubject
 from harness.spec.program import Group, GroupArg, Op, Program, Ref, TensorSpec
 from harness.subjects.bucketing import PROMISES, functional_until_epilogue
 from harness.subjects.registry import load_subject, subject_names
+from harness.twin import Twin
 
 SWAP = '''
 def swap(gm):
@@ -98,3 +99,36 @@ def test_torchs_passes_are_held_to_functional_graphs_alone() -> None:
     verdict = check(writes, load_subject("inductor"))
     assert (verdict.status, verdict.reasons[0].kind) == ("INCONCLUSIVE", "outside_contract")
     assert functional_until_epilogue(_program(Op("aten.copy_.default", (Ref(0), Ref(1))))) is None
+
+
+HASHED = '''
+def by_hash(gm):
+    """Puts an op that depends on the order of a set of strings in front of the output."""
+    output = next(reversed(gm.graph.nodes))
+    names = list({"first", "second", "third", "fourth", "fifth"})
+    with gm.graph.inserting_before(output):
+        node = gm.graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0][0], 1.0 + names.index("first")))
+    node.meta["val"] = output.args[0][0].meta["val"]
+
+
+import torch
+'''
+
+
+def test_a_pass_that_depends_on_the_hash_seed(tmp_path: Path) -> None:
+    """A pass that makes another graph under another hash seed breaks ``deterministic``; ours and torch's do not."""
+    file = tmp_path / "hashed.py"
+    file.write_text(HASHED)
+    world = GroupArg("world")
+    start = "_c10d_functional.all_reduce.default"
+    wait = "_c10d_functional.wait_tensor.default"
+    ops = tuple(op for i in range(2) for op in (Op(start, (Ref(i), "sum", world)), Op(wait, (Ref(2 + 2 * i),))))
+    program = Program(2, (Group("world", ((0, 1),)),), (TensorSpec((4,), "float32"),) * 2, ops, (Ref(3), Ref(5)))
+    with Twin(("torch._inductor.fx_passes.post_grad",)) as twin:
+        verdict = check(program, load_subject(f"{file}:by_hash"), twin=twin)
+        assert [r.law for r in verdict.reasons] == ["deterministic"], verdict
+        for name, options in (("reference", None), ("inductor", {"pass": "all_reduce", "mode": "all", "cap_mb": None})):
+            subject = load_subject(name, options=options)
+            asked = twin.ask(program, subject)
+            assert asked is not None and len(set(asked.result())) == 1 and len(asked.result()) == 2
+            assert not [r for r in check(program, subject, twin=twin).reasons if r.law == "deterministic"]

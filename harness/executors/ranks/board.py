@@ -62,7 +62,7 @@ class Board:
 
 
 class Turnstile:
-    """Lets no rank begin a case before all ranks have done the one before, so that no collective of one case meets one of another.
+    """Lets no rank go on before all ranks have come as far, so that no collective of one case, or of one graph, meets one of another.
 
     Args:
         file: of the page that the ranks share; may be closed afterwards.
@@ -70,7 +70,7 @@ class Turnstile:
     """
 
     def __init__(self, file: int, rank: int, world_size: int) -> None:
-        size = 8 * (world_size + 1)
+        size = 8 * (2 * world_size + 1)
         if os.fstat(file).st_size < size:
             os.ftruncate(file, size)
         self._cells = memoryview(mmap.mmap(file, size)).cast("q")
@@ -82,6 +82,13 @@ class Turnstile:
         if stop:
             self._cells[self._world_size] = case
         self._cells[self._rank] = case
+
+    def meet(self, case: int) -> None:
+        """Within ``case``: wait until all ranks have come here."""
+        cells, first = self._cells, self._world_size + 1
+        cells[first + self._rank] = case
+        while any(cells[first + rank] < case for rank in range(self._world_size)):
+            time.sleep(_PAUSE_S)
 
     def wait(self, case: int) -> bool:
         """Wait until all ranks have done ``case``; False where one of them said that this, or by now a later one, is the end."""

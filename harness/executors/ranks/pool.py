@@ -35,6 +35,8 @@ _BACKEND_S: Final = 1800.0
 _TICK_S: Final = 0.5
 _STACK_S: Final = 0.5
 _BUSY: Final = 0.5
+_LOOKS: Final = 10
+_LOOK_S: Final = 0.01
 _TAIL_BYTES: Final = 4000
 _OUTPUT_BYTES: Final = 1 << 20
 
@@ -491,12 +493,12 @@ class _Batch:
         if now >= self.wake_at:
             for rank in self.pool.ranks:
                 if rank.busy_since is None:
-                    rank.busy_since = (now, _cpu_seconds(rank.pid))
+                    rank.busy_since = (now, _main_thread(rank.pid)[1])
 
     def _fault(self, here: dict[int, Done]) -> Fault:
         pool = self.pool
         stuck = [rank for rank in pool.ranks if rank.number not in here and not rank.is_gone]
-        busy = [_busy_share(rank) for rank in stuck]
+        starved = [rank.number for rank in stuck if _is_starved(rank)]
         stacks = _stacks(stuck)
         gone = [rank for rank in pool.ranks if rank.is_gone]
         pool.await_deaths(gone, _END_S)
@@ -508,9 +510,8 @@ class _Batch:
             return Fault("divergence", said, states)
         if not any(rank.board.read().case == self.current for rank in pool.ranks):
             return Fault("machine", "no rank began the case in time")
-        is_starved = all(share is not None and 0.02 < share < _BUSY for share in busy)
-        if is_starved:
-            return Fault("machine", f"the ranks were computing, but got less than half of a core: {said}")
+        if starved:
+            return Fault("machine", f"rank {starved[0]} was computing, but got less than half of a core: {said}")
         return Fault("hang", f"nothing happened for {self.deadline_s:g} s: {said}", states)
 
 
@@ -557,18 +558,23 @@ def _forget_output(rank: _Rank) -> None:
         os.ftruncate(rank.output, 0)
 
 
-def _cpu_seconds(pid: int) -> float:
+def _main_thread(pid: int) -> tuple[bool, float]:
+    """Whether a process's main thread wants a core now, and how many seconds it has had one."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return False, 0.0
+    return fields[0] == "R", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _busy_share(rank: _Rank) -> float | None:
-    """Which share of one core a rank had since it was first looked at, or None where that is too short ago to say."""
+def _is_starved(rank: _Rank) -> bool:
+    """Whether a rank computes, yet had less than half of a core since it was first looked at."""
     if rank.busy_since is None:
-        return None
+        return False
     at, cpu = rank.busy_since
-    seconds = time.monotonic() - at
-    return (_cpu_seconds(rank.pid) - cpu) / seconds if seconds > 1.0 else None
+    share = (_main_thread(rank.pid)[1] - cpu) / (time.monotonic() - at)
+    for _ in range(_LOOKS):
+        if not _main_thread(rank.pid)[0]:
+            return False
+        time.sleep(_LOOK_S)
+    return share < _BUSY

@@ -10,7 +10,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ __all__ = ["TASKS", "Context", "TaskResult", "serve"]
 
 TASKS: Final = {
     "judge": "harness.worker:judge",
+    "bare": "harness.worker:bare",
     "outline": "harness.worker:outline",
     "probe": "harness.worker:probe",
 }
@@ -31,13 +32,20 @@ TASKS: Final = {
 
 
 class Context(NamedTuple):
-    """What a task knows of its rank; ``at`` says where it is, for whoever watches."""
+    """What a task knows of its rank.
+
+    Attributes:
+        rank, world_size, backend, device: its place.
+        at: says where the task is, for whoever watches.
+        meet: waits until all ranks have come to the same point of the same case; to be called once a case.
+    """
 
     rank: int
     world_size: int
     backend: str
     device: str
     at: Callable[[str], None]
+    meet: Callable[[], None] = lambda: None
 
 
 class TaskResult(NamedTuple):
@@ -110,7 +118,7 @@ def _run(message: Run, peer: Peer[Any], board: Board, turnstile: Turnstile, cont
     """All cases, up to one in which some rank did not take part in all collectives."""
     for case in message.cases:
         board.begin(case.number)
-        done = _done(message.task, case, context)
+        done = _done(message.task, case, context._replace(meet=partial(turnstile.meet, case.number)))
         turnstile.done(case.number, stop=not done.is_clean)
         peer.send(done)
         if not turnstile.wait(case.number):

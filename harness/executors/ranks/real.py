@@ -15,12 +15,12 @@ from harness.errors import Unsupported
 from harness.executors.field_rules import dtype_name
 from harness.executors.plan import positional
 from harness.executors.record import record
-from harness.graph import resolve, target_name
+from harness.graph import resolve, start_of, target_name
 from harness.graph.analysis import WAIT
 from harness.ops import TABLE, CollectiveSpec
 from harness.spec.outcome import CollectiveRecord, ErrorRecord, RankOutcome
 
-__all__ = ["RealGraph"]
+__all__ = ["RealGraph", "bare_loop"]
 
 
 class _Step(NamedTuple):
@@ -28,6 +28,7 @@ class _Step(NamedTuple):
     fn: Callable[..., Any]
     collective: CollectiveSpec | None
     is_wait: bool
+    waits_for: str | None
 
 
 class RealGraph:
@@ -61,7 +62,7 @@ class RealGraph:
                 arguments.append((args, kwargs))
             else:
                 raise Unsupported(node.op, node.name, f"{node.op} nodes are not straight-line tensor code")
-        self._arguments = arguments
+        self.arguments = arguments
 
     def run(self, inputs: Sequence[Tensor], at: Callable[[str], None], *, keep: bool = False) -> RankOutcome:
         """Run it once; ``inputs`` are written to where the graph does.
@@ -83,7 +84,7 @@ class RealGraph:
         error: ErrorRecord | None = None
         at("begin")
         with torch.no_grad():
-            for step, (args, kwargs) in zip(self.steps, self._arguments, strict=True):
+            for step, (args, kwargs) in zip(self.steps, self.arguments, strict=True):
                 node = step.node
                 try:
                     bound = map_arg(args, values.__getitem__)
@@ -96,18 +97,48 @@ class RealGraph:
                     result = step.fn(*bound, **named)
                     if step.collective is not None:
                         started[node.name] = list(result) if isinstance(result, (list, tuple)) else [result]
+                    elif step.waits_for is not None:
+                        started.pop(step.waits_for, None)
                     values[node] = result
                 except Exception as raised:
                     error = ErrorRecord(type(raised).__name__, str(raised), node.name)
                     break
-            error = error or _settle(started, at)
+            unsettled = _settle(started, at)
+            error = error or unsettled
         outputs = [] if error else [values[v] for v in self.outputs if isinstance(v, Node)]
         seen_inputs, seen_outputs = record(inputs, outputs, versions, keep=keep)
         return RankOutcome(outputs=seen_outputs, inputs=seen_inputs, collectives=tuple(issued), error=error)
 
 
+def bare_loop(graph: RealGraph, inputs: Sequence[Tensor]) -> Callable[[], None]:
+    """The graph's collectives and waits alone, on the operands that they have in one run; that run is made first.
+
+    What it costs is what the backend costs.
+    """
+    values: dict[Node, Any] = dict(zip(graph.placeholders, inputs, strict=True))
+    calls: list[tuple[_Step, Any, Any]] = []
+    for step, (args, kwargs) in zip(graph.steps, graph.arguments, strict=True):
+        bound, named = map_arg(args, values.__getitem__), map_arg(kwargs, values.__getitem__)
+        values[step.node] = step.fn(*bound, **named)
+        if step.collective is not None or step.is_wait:
+            calls.append((step, bound, named))
+
+    def loop() -> None:
+        started: dict[Node, Any] = {}
+        for step, bound, named in calls:
+            if step.collective is not None:
+                started[step.node] = step.fn(*bound, **named)
+                continue
+            source = step.node.args[0]
+            start = started.get(start_of(step.node))  # type: ignore[arg-type]
+            if start is not None:
+                step.fn(start[source.args[1]] if isinstance(start, (list, tuple)) else start)  # type: ignore[union-attr, index]
+
+    return loop
+
+
 def _settle(started: Mapping[str, list[Tensor]], at: Callable[[str], None]) -> ErrorRecord | None:
-    """Wait for every collective, also for those that nobody waited for; a second wait costs nothing."""
+    """Wait for the collectives that nobody waited for, and for coalesced ones."""
     error = None
     wait = resolve(WAIT)
     for name, tensors in started.items():
@@ -122,13 +153,15 @@ def _settle(started: Mapping[str, list[Tensor]], at: Callable[[str], None]) -> E
 
 def _step(node: Node, views_may_copy: bool) -> _Step:
     if node.target is operator.getitem:
-        return _Step(node, operator.getitem, None, False)
+        return _Step(node, operator.getitem, None, False, None)
     target = target_name(node)
     spec = TABLE.get(target)
     fn: Any = node.target
     if views_may_copy and target in ("aten.view.default", "aten._unsafe_view.default"):
         fn = torch.reshape
-    return _Step(node, fn, None if spec is None else spec.collective, target == WAIT)
+    start = start_of(node) if target == WAIT else None
+    is_single = start is not None and isinstance(start.args[0], Node)
+    return _Step(node, fn, None if spec is None else spec.collective, target == WAIT, start.name if start is not None and is_single else None)
 
 
 def _issued(name: str, spec: CollectiveSpec, args: Sequence[Any]) -> CollectiveRecord:

@@ -1,0 +1,60 @@
+"""Where a case is executed: in lockstep within this process, or on real ranks. ``check`` judges at every level."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from typing import Final, Literal, Protocol
+
+from harness.check import check
+from harness.executors.ranks.pool import DEADLINE_S, RankPool
+from harness.spec.program import Program
+from harness.spec.protocols import Clock, Subject
+from harness.spec.verdict import Verdict
+from harness.twin import Twin
+
+__all__ = ["Judge", "Level", "Levels"]
+
+Level = Literal["lockstep", "passes"]
+"""``lockstep``; or ``passes``: the transformed graph interpreted on real ranks over gloo."""
+
+_PRELOAD: Final = ("harness.worker", "torch._dynamo")
+
+
+class Judge(Protocol):
+    """Judges one program, as ``check`` does."""
+
+    def __call__(self, program: Program, subject: Subject, *, seed: int = 0, clock: Clock | None = None) -> Verdict: ...
+
+
+class Levels:
+    """``check`` at one level; a context manager that ends the ranks it started.
+
+    Args:
+        level: see ``Level``.
+        deadline_s: how long a case may take on real ranks.
+        twin: for the law ``deterministic`` in lockstep; ended with the level.
+    """
+
+    def __init__(self, level: Level, *, deadline_s: float = DEADLINE_S, twin: Twin | None = None) -> None:
+        self.level = level
+        self.deadline_s = deadline_s
+        self._pools: dict[int, RankPool] = {}
+        self._stack = ExitStack()
+        self.twin = None if twin is None else self._stack.enter_context(twin)
+
+    def __enter__(self) -> Levels:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+        self._pools.clear()
+
+    def check(self, program: Program, subject: Subject, *, seed: int = 0, clock: Clock | None = None) -> Verdict:
+        """Judge one program; the ranks of its world size are started once."""
+        if self.level == "lockstep":
+            return check(program, subject, seed=seed, clock=clock, twin=self.twin)
+        if program.world_size not in self._pools:
+            pool = RankPool(program.world_size, preload=_PRELOAD, deadline_s=self.deadline_s)
+            self._pools[program.world_size] = self._stack.enter_context(pool)
+        with nullcontext() if clock is None else clock.phase("run"):
+            return check(program, subject, seed=seed, ranks=self._pools[program.world_size])
