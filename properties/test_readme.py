@@ -43,6 +43,14 @@ def test_the_conformance_example(tmp_path: Path, body: str, status: int) -> None
     assert run.returncode == status, run.stdout
 
 
+def test_the_example_of_real_ranks(tmp_path: Path) -> None:
+    """The example with the fixture ``ranks`` passes."""
+    file = tmp_path / "test_ranks.py"
+    file.write_text(EXAMPLES[2])
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout
+
+
 def test_ci_runs_the_readmes_lines() -> None:
     """CI installs and tests by the README's own words."""
     script = (ROOT / ".ci" / "run").read_text()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
 import unittest
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,9 +17,18 @@ from torch.testing._internal.common_distributed import MultiProcContinuousTest, 
 from harness.graph import build
 from harness.spec.program import Group, GroupArg, Op, Program, Ref, TensorSpec
 
-WORLD_SIZE = 4
+WORLD_SIZE = int(os.environ.get("SPAWNED_WORLD_SIZE", "4"))
 NUM_CONTINUOUS = 40
 C10D = "_c10d_functional."
+
+
+@lru_cache(maxsize=None)
+def seconds_of(name: str, world_size: int = 4) -> float:
+    """The wall time of one run of a class of this module, in a process of its own."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "properties.benchmarks.spawned", name]
+    subprocess.run(command, cwd=Path(__file__).parents[2], env={**os.environ, "SPAWNED_WORLD_SIZE": str(world_size)}, check=True, capture_output=True, timeout=300)
+    return time.perf_counter() - start
 
 
 def twenty_nodes() -> Program:
@@ -22,7 +36,7 @@ def twenty_nodes() -> Program:
     ops: list[Op] = []
     value = 4
     for i in range(4):
-        call = (C10D + "all_gather_into_tensor.default", (Ref(value), 4, GroupArg("world"))) if i % 2 else (C10D + "all_reduce.default", (Ref(value), "sum", GroupArg("world")))
+        call = (C10D + "all_gather_into_tensor.default", (Ref(value), WORLD_SIZE, GroupArg("world"))) if i % 2 else (C10D + "all_reduce.default", (Ref(value), "sum", GroupArg("world")))
         ops += [
             Op("aten.mul.Tensor", (Ref(i), 2.0)),
             Op(*call),
@@ -43,7 +57,7 @@ def run_case(rank: int) -> None:
         node.args = tuple(name if isinstance(a, str) and a == "world" else a for a in node.args)
     gm.recompile()
     results = gm(*[torch.full((8,), float(rank + i)) for i in range(4)])
-    assert results[0].tolist() == [13.0] * 8
+    assert results[0].tolist() == [sum(2.0 * r for r in range(WORLD_SIZE)) + 1.0] * 8
 
 
 class Spawned(MultiProcessTestCase):

@@ -5,28 +5,13 @@ Run with ``pytest properties/benchmarks -o addopts=``; the ratios are printed an
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from harness.executors.algebra import Field
 from harness.executors.inputs import draw_inputs, fresh
 from harness.executors.lockstep import Lockstep
 from harness.graph import build
-from properties.benchmarks.spawned import NUM_CONTINUOUS, twenty_nodes
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def seconds_of(name: str) -> float:
-    """The wall time of one run of a class of ``spawned.py``, in a process of its own."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "properties.benchmarks.spawned", name], cwd=ROOT, check=True, capture_output=True, timeout=300)
-    return time.perf_counter() - start
-
+from properties.benchmarks.spawned import NUM_CONTINUOUS, seconds_of, twenty_nodes
 
 def test_lockstep_trial(benchmark: BenchmarkFixture) -> None:
     """One trial of 20 nodes on 4 ranks, field and concrete halves together."""

@@ -119,11 +119,17 @@ def identity(gm: object) -> None:
 
 
 def test_a_program_that_does_not_run_is_nobodys_fault(pool: RankPool) -> None:
-    """Where the original program hangs, the pass is not accused."""
+    """Where the original program hangs, the pass is not accused: no rank goes on to the transformed graph and meets what was left."""
     world = GroupArg("everyone")
     start = "_c10d_functional.all_reduce.default"
-    ops = (Op(start, (Ref(0), "sum", world), ranks=(0,)), Op(WAIT, (Ref(1),), ranks=(0,)))
-    program = Program(2, (Group("everyone", ((0, 1),)),), (TensorSpec((4,), "float32"),), ops, (Ref(0),), divergent=True)
+    ops = (
+        Op(start, (Ref(0), "sum", world)),
+        Op(WAIT, (Ref(2),)),
+        Op(start, (Ref(1), "sum", world), ranks=(0,)),
+        Op(WAIT, (Ref(4),), ranks=(0,)),
+    )
+    inputs = (TensorSpec((4,), "float32"), TensorSpec((9,), "float32"))
+    program = Program(2, (Group("everyone", ((0, 1),)),), inputs, ops, (Ref(3),), divergent=True)
     verdict = check(program, load_subject("properties.executors.ranks.test_pool:identity"), ranks=pool)
     assert verdict.status == "INCONCLUSIVE" and verdict.reasons[0].kind == "hang"
     assert "the program itself does not run" in verdict.reasons[0].message and "rank 0 is stuck at original: wait_tensor" in verdict.reasons[0].message
