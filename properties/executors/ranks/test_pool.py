@@ -151,12 +151,16 @@ def test_what_does_not_import_is_said() -> None:
 
 
 def test_a_rank_killed_by_hand(pool: RankPool) -> None:
-    """A rank that somebody kills while a case runs is reported as died."""
+    """A rank that somebody kills while a case runs is reported as died; the verdict is that of new ranks."""
     pool.start()
-    victim = pool.pids[0]
-    threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
+    threading.Timer(0.5, os.kill, (pool.pids[0], signal.SIGKILL)).start()
+    (result,) = pool.run("judge", [encode_question(Question(sums(2), "bucketing", "harness.subjects.faults.ranks:hang", {}))])
+    assert result.fault is not None and result.fault.kind == "rank_died" and "rank 0 died" in result.fault.message
+    assert [state.signal for state in result.fault.ranks if state.status == "died"] == [signal.SIGKILL]
+    pool.start()
+    threading.Timer(0.5, os.kill, (pool.pids[0], signal.SIGKILL)).start()
     verdict = judged(pool, "hang")
-    assert verdict.reasons[0].kind == "rank_died" and "rank 0 died" in verdict.reasons[0].message
+    assert (verdict.status, verdict.reasons[0].law, verdict.reasons[0].kind) == ("FAIL", "applies", "hang"), verdict
     assert_whole(pool)
 
 
