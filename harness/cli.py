@@ -33,6 +33,7 @@ UNDECIDED: Final = 3
 
 _FILE: Final = click.Path(path_type=Path)
 _MAX_WORLD_SIZE: Final = 64
+_TWIN_ONE_IN: Final = 8
 
 
 class _Group(click.Group):
@@ -191,7 +192,7 @@ def hunt(
     )
     amount = f"{cases} cases" if cases is not None else f"{limit:g} s"
     modules = tuple(name for found in loaded.values() for name in getattr(found, "modules", ()))
-    twin = Twin(modules, is_patient=False) if level == "lockstep" else None
+    twin = Twin(modules, is_patient=False, one_in=_TWIN_ONE_IN) if level == "lockstep" else None
     output.line(f"hunting {', '.join(names)} of {subject}, torch {ledger.torch_version}, {amount}, seed {chosen}")
     with output.progress(float(cases or limit or 0)) as bar, Levels(level, deadline_s=deadline, twin=twin) as levels:
         report = run(
