@@ -264,6 +264,7 @@ def _empty(b: Builder, s: bytes, target: str) -> None:
     if x is None:
         return
     shape, dtype = x.meta.shape, DTypeArg(x.meta.dtype)
+    uses_operand = target in ("aten.empty_like.default", "aten.new_empty.default")
     if target == "aten.empty_like.default":
         made = b.read(target, x)
     elif target == "aten.new_empty.default":
@@ -272,7 +273,7 @@ def _empty(b: Builder, s: bytes, target: str) -> None:
         made = b.add(target, shape, tuple(reversed(contiguous_stride(tuple(reversed(shape))))), dtype=dtype)
     else:
         made = b.add(target, shape, dtype=dtype)
-    if s[5] < 128:
+    if s[5] < 128 or s[5] < 192 and not uses_operand:
         b.write("aten.copy_.default", made, x)
     elif s[5] < 192:
         b.write("aten.fill_.Scalar", made, s[5] % 4)
