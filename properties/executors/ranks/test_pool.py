@@ -25,6 +25,7 @@ from harness.subjects.registry import load_subject
 from harness.worker import Question, decode_answer, encode_question
 
 WAIT = "_c10d_functional.wait_tensor.default"
+DEADLINE_S = 2.0
 ROOT = Path(__file__).parents[3]
 
 
@@ -39,17 +40,27 @@ def sums(world_size: int, numel: int = 4) -> Program:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, preload=("harness.worker", "torch._dynamo"), deadline_s=2.0) as made:
+    preload = ("harness.worker", "torch._dynamo", "harness.subjects.faults.ranks", __name__)
+    with RankPool(2, preload=preload, deadline_s=DEADLINE_S) as made:
         yield made
 
 
 def judged(pool: RankPool, fault: str) -> Verdict:
-    return check(sums(2), load_subject(f"harness.subjects.faults.ranks:{fault}"), ranks=pool)
+    return unless_busy(pool, sums(2), f"harness.subjects.faults.ranks:{fault}")
+
+
+def unless_busy(pool: RankPool, program: Program, subject: str) -> Verdict:
+    """The verdict; while the ranks get too little of a core, which the pool says, once more, and no more than thrice."""
+    for _ in range(3):
+        verdict = check(program, load_subject(subject), ranks=pool)
+        if not any(reason.kind == "machine" for reason in verdict.reasons):
+            return verdict
+    pytest.skip(f"this machine is busy: {verdict.reasons[0].message}")
 
 
 def assert_whole(pool: RankPool) -> None:
     """The next case runs on all ranks."""
-    verdict = check(sums(2), load_subject("reference"), ranks=pool)
+    verdict = unless_busy(pool, sums(2), "reference")
     assert (verdict.status, verdict.strength) == ("PASS", "tested"), verdict.reasons
 
 
@@ -90,7 +101,7 @@ def test_a_hang_is_reported_in_time_with_stacks(pool: RankPool) -> None:
     pool.start()
     begin = time.monotonic()
     (result,) = pool.run("judge", [payload])
-    assert time.monotonic() - begin < 2.0 + 2.0
+    assert time.monotonic() - begin < DEADLINE_S + 2.0
     assert result.fault is not None and result.fault.kind == "hang"
     stuck = [state for state in result.fault.ranks if state.status == "stuck"]
     assert [state.rank for state in stuck] == [0] and "in run" in stuck[0].stack and "real.py" in stuck[0].stack
@@ -130,8 +141,8 @@ def test_a_program_that_does_not_run_is_nobodys_fault(pool: RankPool) -> None:
     )
     inputs = (TensorSpec((4,), "float32"), TensorSpec((9,), "float32"))
     program = Program(2, (Group("everyone", ((0, 1),)),), inputs, ops, (Ref(3),), divergent=True)
-    verdict = check(program, load_subject("properties.executors.ranks.test_pool:identity"), ranks=pool)
-    assert verdict.status == "INCONCLUSIVE" and verdict.reasons[0].kind == "hang"
+    verdict = unless_busy(pool, program, "properties.executors.ranks.test_pool:identity")
+    assert verdict.status == "INCONCLUSIVE" and verdict.reasons[0].kind == "hang", verdict
     assert "the program itself does not run" in verdict.reasons[0].message and "rank 0 is stuck at original: wait_tensor" in verdict.reasons[0].message
     assert_whole(pool)
 
@@ -170,8 +181,8 @@ def test_the_server_killed_by_hand(pool: RankPool) -> None:
     server = pool.server_pid
     assert server is not None
     threading.Timer(0.5, os.kill, (server, signal.SIGKILL)).start()
-    verdict = judged(pool, "hang")
-    assert verdict.status == "INCONCLUSIVE" and verdict.reasons[0].kind == "machine"
+    (result,) = pool.run("judge", [encode_question(Question(sums(2), "bucketing", "harness.subjects.faults.ranks:hang", {}))])
+    assert result.fault is not None and result.fault.kind == "machine" and "server" in result.fault.message
     assert_whole(pool)
 
 
