@@ -1,6 +1,6 @@
 """The pytest plug-in: Hypothesis profiles, options and fixtures for real ranks, and workers that do not disturb each other.
 
-``HARNESS_PROFILE`` chooses the profile. Each pytest-xdist worker has one thread, one compile thread and a compile cache of its own; what
+``HARNESS_PROFILE`` chooses the profile: ``ordinary``, ``ci`` (the same examples each time) or ``nightly`` (many more). Each pytest-xdist worker has one thread, one compile thread and a compile cache of its own; what
 the environment says already is left as it is.
 """
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 settings.register_profile("ordinary", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", parent=settings.get_profile("ordinary"), derandomize=True)
 settings.register_profile("nightly", parent=settings.get_profile("ordinary"), max_examples=5_000)
 settings.load_profile(os.environ.get("HARNESS_PROFILE", "ordinary"))
 
