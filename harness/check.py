@@ -7,7 +7,6 @@ this; nothing else judges.
 from __future__ import annotations
 
 import traceback
-import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, NamedTuple
@@ -16,11 +15,11 @@ from torch.fx import Graph, GraphModule
 
 from harness.errors import Unsupported
 from harness.executors.algebra import Field, error_bound, trials_needed
-from harness.executors.inputs import TrialKind, draw_inputs, fresh
+from harness.executors.inputs import TrialKind, draw_inputs, fresh, trial_seed
 from harness.executors.lockstep import Lockstep
 from harness.executors.ranks.pool import RankPool
 from harness.graph import build_all, collectives, fake_world
-from harness.on_ranks import check_on_ranks, promised_laws
+from harness.on_ranks import applies_reason, check_on_ranks, promised_laws, undecided
 from harness.ops import infer_program
 from harness.oracles import aliasing, equivalence, graphs, schedule
 from harness.oracles.evidence import Evidence, Law
@@ -29,6 +28,7 @@ from harness.spec.program import PerRank, Program
 from harness.spec.protocols import Clock, Subject
 from harness.spec.verdict import Reason, Signature, Verdict, normalise_message
 from harness.twin import Twin
+from harness.worker import error_record
 
 __all__ = ["BUCKETING_LAWS", "check", "signatures"]
 
@@ -102,16 +102,16 @@ def check(
     try:
         refusal = subject.refuses(program)
         if refusal is not None:
-            return _inconclusive("outside_contract", refusal)
+            return undecided("outside_contract", refusal)
         if ranks is not None:
             return check_on_ranks([program], subject, ranks, seed=seed, laws=laws)[0]
         return _check(program, subject, seed, timer, laws, skip_unchanged, twin)
     except Unsupported as error:
-        return _inconclusive("unsupported", str(error))
+        return undecided("unsupported", str(error))
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.filename.rsplit('/', 1)[-1]}:{place.lineno}"
-        return _inconclusive("harness_failed", f"the harness itself failed: {type(error).__name__}: {error} ({where})")
+        return undecided("harness_failed", f"the harness itself failed: {type(error).__name__}: {error} ({where})")
 
 
 def signatures(verdict: Verdict, subject: Subject) -> tuple[tuple[Reason, Signature], ...]:
@@ -123,10 +123,6 @@ def _signature(reason: Reason, subject: Subject) -> Signature:
     is_exception = reason.law in ("applies", "runs")
     detail = normalise_message(reason.seen or "") if is_exception else reason.detail
     return Signature(subject.feature, subject.label, reason.law, reason.kind, detail)
-
-
-def _inconclusive(kind: str, message: str, *, law: str = "judged") -> Verdict:
-    return Verdict("INCONCLUSIVE", (Reason(law, "INCONCLUSIVE", kind, message),))
 
 
 def _check(
@@ -158,7 +154,7 @@ def _check(
         before, after = runner.trials(num_trials, keep=False)
     broken = next((r.error for r in before[0].ranks if r.error is not None), None)
     if broken is not None:
-        return _inconclusive(broken.type.lower(), f"the program itself does not run: {broken.message}", law="program_runs")
+        return undecided(broken.type.lower(), f"the program itself does not run: {broken.message}", law="program_runs")
     is_exact = narrow == 0 and not original.is_opaque and not rewritten.is_opaque
     with timer.phase("judge"):
         evidence = Evidence(
@@ -204,7 +200,7 @@ def _transform(program: Program, subject: Subject, per_rank: list[GraphModule], 
             except Unsupported:
                 raise
             except Exception as error:
-                return _Transformed(results, num_fired, _raised(error, rank))
+                return _Transformed(results, num_fired, applies_reason(error_record(error), rank))
     return _Transformed(results, num_fired, None)
 
 
@@ -217,15 +213,6 @@ def _second_application(program: Program, subject: Subject, gm: GraphModule) -> 
     with fake_world(program.world_size, 0, program.groups):
         applied = subject.apply(copy, 0)
     return abs(before - len(collectives(applied.graph.graph)))
-
-
-def _raised(error: Exception, rank: int) -> Reason:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{place.filename.rsplit('/', 1)[-1]} in {place.name}"
-    text = str(error)
-    first = text.strip().splitlines()[0] if text.strip() else "(no message)"
-    message = f"the pass raises {type(error).__name__} on rank {rank}, in {where}: {first}"
-    return Reason("applies", "FAIL", type(error).__name__, message, rank=rank, node=where, expected="no error", seen=text or where)
 
 
 def _differs_by_rank(program: Program) -> bool:
@@ -254,7 +241,7 @@ class _Runner:
         before, after = [], []
         for number in range(num_trials):
             kind: TrialKind = "small" if number == 0 else "normal"
-            seed = zlib.crc32(f"{self.seed}/{number}".encode())
+            seed = trial_seed(self.seed, number)
             field = Field(seed, self.dtypes)
             inputs = draw_inputs(self.program, kind, field, seed)
             watch = number == 0
@@ -266,7 +253,7 @@ class _Runner:
     def explained(self, evidence: Evidence, num_trials: int) -> Evidence:
         """The same evidence with the tensors' bytes, and one more run with other unwritten memory."""
         before, after = self.trials(num_trials, keep=True)
-        seed = zlib.crc32(f"{self.seed}/0".encode())
+        seed = trial_seed(self.seed, 0)
         field = Field(seed, self.dtypes)
         inputs = draw_inputs(self.program, "small", field, seed)
         again = self.rewritten.run(inputs, field, trial="small", poison_seed=_OTHER_POISON, watch=False, keep=True)

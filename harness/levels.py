@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 from harness.check import check
 from harness.executors.ranks.pool import DEADLINE_S, RankPool
@@ -11,13 +11,12 @@ from harness.spec.program import Program
 from harness.spec.protocols import Clock, Subject
 from harness.spec.verdict import Verdict
 from harness.twin import Twin
+from harness.worker import PRELOAD
 
 __all__ = ["Judge", "Level", "Levels"]
 
 Level = Literal["lockstep", "passes"]
 """``lockstep``; or ``passes``: the transformed graph interpreted on real ranks over gloo."""
-
-_PRELOAD: Final = ("harness.worker", "torch._dynamo")
 
 
 class Judge(Protocol):
@@ -54,7 +53,7 @@ class Levels:
         if self.level == "lockstep":
             return check(program, subject, seed=seed, clock=clock, twin=self.twin)
         if program.world_size not in self._pools:
-            pool = RankPool(program.world_size, preload=_PRELOAD, deadline_s=self.deadline_s)
+            pool = RankPool(program.world_size, preload=PRELOAD, deadline_s=self.deadline_s)
             self._pools[program.world_size] = self._stack.enter_context(pool)
         with nullcontext() if clock is None else clock.phase("run"):
             return check(program, subject, seed=seed, ranks=self._pools[program.world_size])

@@ -7,34 +7,30 @@ run is held against lockstep's: where those two differ the harness does not know
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from harness.errors import Unsupported, WrongWorld
 from harness.executors.algebra import Field
-from harness.executors.inputs import draw_inputs
+from harness.executors.inputs import draw_inputs, trial_seed
 from harness.executors.lockstep import Lockstep
 from harness.executors.ranks.pool import CaseResult, Fault, RankPool
 from harness.graph import build_all
 from harness.oracles.agreement import disagreement
 from harness.oracles.evidence import Evidence, Law
-from harness.spec.outcome import Outcome
+from harness.spec.outcome import ErrorRecord, Outcome
 from harness.spec.program import Program
 from harness.spec.protocols import Subject
 from harness.spec.verdict import Reason, Verdict
-from harness.worker import TRIAL, Answer, Form, Question, decode_answer, encode_form, encode_question
+from harness.worker import PRELOAD, TRIAL, Answer, Form, Question, decode_answer, encode_form, encode_question
 
-__all__ = ["REAL_LAWS", "check_on_ranks", "promised_laws"]
+__all__ = ["REAL_LAWS", "applies_reason", "check_on_ranks", "promised_laws", "undecided"]
 
 _LEFT_TO_LOCKSTEP: Final = ("version_shared",)
 """What is only noted here: how version counters are shared on a transformed graph is not yet held against lockstep."""
 
-_BUILDING: Final = ("torch._dynamo",)
-"""What building a graph imports, as torch's fake tensors do."""
-
 _CRASHES: Final = ("rank_died", "hang", "divergence")
-"""What may befall ranks by itself: gloo corrupts memory now and then when all_gathers run side by side."""
+"""What may befall ranks by itself: gloo corrupts memory now and then, see ``docs/ranks.md``."""
 
 REAL_LAWS: Final = frozenset(
     {
@@ -78,12 +74,12 @@ def check_on_ranks(
     for program in programs:
         if program.world_size != pool.world_size:
             raise WrongWorld(f"a program for {program.world_size} ranks on a pool of {pool.world_size}")
-    pool.ensure((*_BUILDING, *getattr(subject, "modules", ())))
+    pool.ensure((*PRELOAD, *getattr(subject, "modules", ())))
     refusals = [subject.refuses(program) for program in programs]
     asked = [program for program, refusal in zip(programs, refusals, strict=True) if refusal is None]
     results = iter(pool.run("judge", [encode_question(_question(p, subject, seed)) for p in asked]))
     verdicts = [
-        _undecided("outside_contract", refusal) if refusal is not None else _verdict(program, subject, pool, next(results), seed, laws)
+        undecided("outside_contract", refusal) if refusal is not None else _verdict(program, subject, pool, next(results), seed, laws)
         for program, refusal in zip(programs, refusals, strict=True)
     ]
     return [_confirmed(p, subject, pool, v, seed, laws) if _is_crash(v) else v for p, v in zip(programs, verdicts, strict=True)]
@@ -101,15 +97,23 @@ def _confirmed(program: Program, subject: Subject, pool: RankPool, verdict: Verd
         return verdict
     if verdict.status == "INCONCLUSIVE":
         return again
-    return _undecided("not_repeated", f"{verdict.reasons[0].message}; on new ranks: {again.reasons[0].message if again.reasons else again.status}")
+    return undecided("not_repeated", f"{verdict.reasons[0].message}; on new ranks: {again.reasons[0].message if again.reasons else again.status}")
 
 
 def _question(program: Program, subject: Subject, seed: int, *, keep: bool = False) -> Question:
     return Question(program, subject.feature, subject.name, dict(subject.options), seed, keep)
 
 
-def _undecided(kind: str, message: str, *, law: str = "judged") -> Verdict:
+def undecided(kind: str, message: str, *, law: str = "judged") -> Verdict:
+    """INCONCLUSIVE, for one reason."""
     return Verdict("INCONCLUSIVE", (Reason(law, "INCONCLUSIVE", kind, message),))
+
+
+def applies_reason(error: ErrorRecord, rank: int) -> Reason:
+    """What the law ``applies`` says of an exception that the pass raised; ``error.node`` is its place in the pass."""
+    first = error.message.strip().splitlines()[0] if error.message.strip() else "(no message)"
+    message = f"the pass raises {error.type} on rank {rank}, in {error.node}: {first}"
+    return Reason("applies", "FAIL", error.type, message, rank=rank, node=error.node, expected="no error", seen=error.message or error.node)
 
 
 def _failed(law: str, kind: str, message: str, num_fired: int, *, rank: int | None = None, node: str | None = None, seen: str = "") -> Verdict:
@@ -119,15 +123,15 @@ def _failed(law: str, kind: str, message: str, num_fired: int, *, rank: int | No
 
 def _verdict(program: Program, subject: Subject, pool: RankPool, result: CaseResult, seed: int, laws: Mapping[str, Law]) -> Verdict:
     if result.fault is not None and result.fault.kind == "machine":
-        return _undecided("machine", result.fault.message)
+        return undecided("machine", result.fault.message)
     answers = {rank: decode_answer(payload) for rank, payload in enumerate(result.payloads) if payload}
     refused = next((a.unsupported for a in answers.values() if a.unsupported is not None), None)
     if refused is not None:
-        return _undecided("unsupported", refused)
+        return undecided("unsupported", refused)
     for answer in answers.values():
         refusal = None if answer.failed is None else _refusal(answer.failed, pool)
         if refusal:
-            return _undecided("unsupported", refusal)
+            return undecided("unsupported", refusal)
     broken = _broken(answers, result.fault)
     return _compared(program, subject, pool, list(answers.values()), seed, laws) if broken is None else broken
 
@@ -151,17 +155,14 @@ def _broken(answers: Mapping[int, Answer], fault: Fault | None) -> Verdict | Non
     num_fired = max((a.num_fired for a in answers.values()), default=0)
     for rank, answer in answers.items():
         if answer.applied is not None:
-            error = answer.applied
-            first = error.message.strip().splitlines()[0] if error.message.strip() else "(no message)"
-            message = f"the pass raises {error.type} on rank {rank}, in {error.node}: {first}"
-            return _failed("applies", error.type, message, num_fired, rank=rank, node=error.node, seen=error.message or (error.node or ""))
+            return Verdict("FAIL", (applies_reason(answer.applied, rank),), num_fired=num_fired, num_trials=1)
     unsound = next((a.reasons for a in answers.values() if a.reasons), ())
     if unsound:
         return Verdict("FAIL", unsound, num_fired=num_fired, num_trials=1)
     if fault is None:
         failed = [(rank, a.before.error) for rank, a in answers.items() if a.before is not None and a.before.error is not None]
         for rank, error in failed:
-            return _undecided(error.type.lower(), f"the program itself does not run: rank {rank}: {error.message}", law="program_runs")
+            return undecided(error.type.lower(), f"the program itself does not run: rank {rank}: {error.message}", law="program_runs")
         return None
     decisive = next(found for status in ("died", "raised", "stuck") if (found := [s for s in fault.ranks if s.status == status]))
     if any(s.place.startswith("pass") for s in decisive):
@@ -169,7 +170,7 @@ def _broken(answers: Mapping[int, Answer], fault: Fault | None) -> Verdict | Non
     if all(s.place.startswith("transformed") for s in decisive):
         at = decisive[0]
         return _failed("runs", fault.kind, fault.message, max(num_fired, 1), rank=at.rank, node=at.place.partition(": ")[2], seen=fault.kind)
-    return _undecided(fault.kind, f"the program itself does not run: {fault.message}", law="program_runs")
+    return undecided(fault.kind, f"the program itself does not run: {fault.message}", law="program_runs")
 
 
 def _compared(program: Program, subject: Subject, pool: RankPool, answers: Sequence[Answer], seed: int, laws: Mapping[str, Law]) -> Verdict:
@@ -181,12 +182,12 @@ def _compared(program: Program, subject: Subject, pool: RankPool, answers: Seque
     if said.get("equal_outputs") or said.get("equal_inputs") or differs:
         (again,) = pool.run("judge", [encode_question(_question(program, subject, seed, keep=True))])
         if again.fault is not None:
-            return _undecided("machine", f"the case did not run again: {again.fault.message}")
+            return undecided("machine", f"the case did not run again: {again.fault.message}")
         evidence = _evidence(program, subject, [decode_answer(p) for p in again.payloads if p is not None])
         said = {name: law(evidence) for name, law in judged.items()}
         why = None if model is None else disagreement(program, model, evidence.before[0])
         if why is not None:
-            return _undecided("lockstep_differs", f"lockstep models this program otherwise than {pool.backend} runs it: {why}")
+            return undecided("lockstep_differs", f"lockstep models this program otherwise than {pool.backend} runs it: {why}")
     promised = promised_laws(subject, laws)
     binding = [(r, name in promised and r.kind not in _LEFT_TO_LOCKSTEP) for name, found in said.items() for r in found]
     reasons = tuple(r for r, binds in binding if binds)
@@ -216,7 +217,7 @@ def _evidence(program: Program, subject: Subject, answers: Sequence[Answer]) -> 
 
 def _lockstep(program: Program, seed: int) -> Outcome | None:
     """The original's run in lockstep on the ranks' inputs, with the tensors' bytes; None where lockstep does not model an operator."""
-    first = zlib.crc32(f"{seed}/0".encode())
+    first = trial_seed(seed, 0)
     try:
         lockstep = Lockstep(build_all(program), program.groups, program.world_size)
         field = Field(first, lockstep.dtypes)

@@ -77,6 +77,7 @@ class RankPools:
         from harness.capability import why_not_backend
         from harness.executors.ranks import RankPool
         from harness.executors.ranks.leases import cuda_identities, lease
+        from harness.worker import PRELOAD
 
         key = (world_size, backend)
         if key not in self._pools:
@@ -87,8 +88,7 @@ class RankPools:
             if backend == "nccl":
                 self.close()  # its devices are leased anew
                 devices = [f"cuda:{i}" for i in self._stack.enter_context(lease(cuda_identities(), world_size))]
-            preload = ("harness.worker", "torch._dynamo")
-            self._pools[key] = self._stack.enter_context(RankPool(world_size, backend=backend, devices=devices, preload=preload))
+            self._pools[key] = self._stack.enter_context(RankPool(world_size, backend=backend, devices=devices, preload=PRELOAD))
         return self._pools[key]
 
     def close(self) -> None:

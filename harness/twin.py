@@ -13,12 +13,11 @@ from typing import Final
 from harness.executors.ranks.pool import CaseResult, PoolBroken, RankPool
 from harness.spec.program import Program
 from harness.spec.protocols import Subject
-from harness.worker import Question, decode_answer, encode_question
+from harness.worker import PRELOAD, Question, decode_answer, encode_question
 
 __all__ = ["Twin"]
 
 _SEEDS: Final = (1, 2)
-_PRELOAD: Final = ("harness.worker", "torch._dynamo")
 
 
 class Twin:
@@ -31,7 +30,7 @@ class Twin:
     """
 
     def __init__(self, modules: tuple[str, ...] = (), *, is_patient: bool = True, one_in: int = 1) -> None:
-        self._pools = [RankPool(1, preload=(*_PRELOAD, *modules), hash_seed=seed) for seed in _SEEDS]
+        self._pools = [RankPool(1, preload=(*PRELOAD, *modules), hash_seed=seed) for seed in _SEEDS]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="twin")
         self._started = self._thread.submit(self._start)
         self.is_patient = is_patient

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-import zlib
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
@@ -20,7 +19,7 @@ from msgspec import Struct
 from torch.fx import GraphModule, Node
 
 from harness.errors import Unsupported
-from harness.executors.inputs import clone, draw_concrete
+from harness.executors.inputs import clone, draw_concrete, trial_seed
 from harness.executors.ranks.groups import named_groups
 from harness.executors.ranks.rank import Context, TaskResult
 from harness.executors.ranks.real import RealGraph, bare_loop
@@ -35,7 +34,10 @@ from harness.spec.protocols import OptionValue, Subject
 from harness.spec.verdict import Reason
 from harness.subjects.registry import load_subject
 
-__all__ = ["Answer", "Form", "Question", "bare", "decode_answer", "encode_form", "encode_question", "judge", "outline", "outline_of", "probe"]
+__all__ = ["PRELOAD", "TRIAL", "Answer", "Form", "Question", "bare", "decode_answer", "encode_form", "encode_question", "error_record", "judge", "outline", "outline_of", "probe"]
+
+PRELOAD: Final = ("harness.worker", "torch._dynamo")
+"""What ranks import before they are forked: these tasks, and what torch's fake tensors import when the first graph is built."""
 
 TRIAL: Final = "small"
 """The numbers that real ranks run on: small integers, whose sums are exact in whichever order a backend adds them."""
@@ -161,7 +163,7 @@ def outline(payload: bytes, context: Context) -> TaskResult:
         except Unsupported as error:
             answer = Answer(unsupported=str(error))
         except Exception as error:
-            answer = Answer(applied=_raised(error))
+            answer = Answer(applied=error_record(error))
     return TaskResult(_ENCODER.encode(answer))
 
 
@@ -205,7 +207,7 @@ def _judge(question: Question, context: Context) -> tuple[Answer, bool]:
         except Unsupported:
             raise
         except Exception as error:
-            return Answer(applied=_raised(error)), False
+            return Answer(applied=error_record(error)), False
         transformed: GraphModule = applied.graph
         unsound = graphs.graph_valid(Evidence(program, (), (), [transformed])) if applied.num_fired else ()
         if unsound:
@@ -279,9 +281,10 @@ def _gathered(rows: tuple[int, ...], kind: str, count: int) -> tuple[int, ...]:
 
 def _inputs(program: Program, rank: int, seed: int) -> list[torch.Tensor]:
     """This rank's, as ``harness.check`` draws them for its first trial in lockstep."""
-    return draw_concrete(program, TRIAL, zlib.crc32(f"{seed}/0".encode()), rank)
+    return draw_concrete(program, TRIAL, trial_seed(seed, 0), rank)
 
 
-def _raised(error: Exception) -> ErrorRecord:
+def error_record(error: Exception) -> ErrorRecord:
+    """What a pass raised, and in which file and function."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return ErrorRecord(type(error).__name__, str(error), f"{place.filename.rsplit('/', 1)[-1]} in {place.name}")

@@ -12,7 +12,7 @@ from harness.executors.algebra import Field
 from harness.spec.dtypes import DTYPES
 from harness.spec.program import Program, TensorSpec, contiguous_stride, storage_numel
 
-__all__ = ["RankInputs", "TrialKind", "clone", "draw_concrete", "draw_inputs", "fresh"]
+__all__ = ["RankInputs", "TrialKind", "clone", "draw_concrete", "draw_inputs", "fresh", "trial_seed"]
 
 TrialKind = Literal["small", "normal"]
 
@@ -25,6 +25,11 @@ class RankInputs(NamedTuple):
 
     concrete: list[Tensor]
     field: list[Tensor]
+
+
+def trial_seed(seed: int, number: int) -> int:
+    """The seed of a check's trial ``number``, for its field and its inputs."""
+    return zlib.crc32(f"{seed}/{number}".encode())
 
 
 def draw_inputs(program: Program, kind: TrialKind, field: Field, seed: int) -> list[RankInputs]:

@@ -23,17 +23,17 @@ from harness.on_ranks import check_on_ranks
 from harness.spec.program import Program, encode_program
 from harness.strategies import collective_programs
 from harness.subjects.registry import load_subject
-from harness.worker import Question, decode_answer, encode_question
+from harness.worker import PRELOAD, Question, decode_answer, encode_question
 from properties.benchmarks.spawned import NUM_CONTINUOUS, seconds_of, twenty_nodes
 
 NUM_PROGRAMS = 200
 IDENTITY = "properties.executors.ranks.test_pool:identity"
-PRELOAD = ("harness.worker", "torch._dynamo", "torch._inductor.fx_passes.post_grad", "torch._inductor.fx_passes.fsdp")
+MODULES = (*PRELOAD, "torch._inductor.fx_passes.post_grad", "torch._inductor.fx_passes.fsdp")
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, preload=PRELOAD) as made:
+    with RankPool(request.param, preload=MODULES) as made:
         made.start()
         yield made
 

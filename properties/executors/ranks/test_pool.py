@@ -22,7 +22,7 @@ from harness.check import BUCKETING_LAWS
 from harness.spec.program import Group, GroupArg, Op, Program, Ref, TensorSpec
 from harness.spec.verdict import Verdict
 from harness.subjects.registry import load_subject
-from harness.worker import Question, decode_answer, encode_question
+from harness.worker import PRELOAD, Question, decode_answer, encode_question
 
 WAIT = "_c10d_functional.wait_tensor.default"
 DEADLINE_S = 2.0
@@ -40,7 +40,7 @@ def sums(world_size: int, numel: int = 4) -> Program:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    preload = ("harness.worker", "torch._dynamo", "harness.subjects.faults.ranks", __name__)
+    preload = (*PRELOAD, "harness.subjects.faults.ranks", __name__)
     with RankPool(2, preload=preload, deadline_s=DEADLINE_S) as made:
         yield made
 

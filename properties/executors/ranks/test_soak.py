@@ -13,12 +13,12 @@ import pytest
 
 from harness.executors.ranks import RankPool
 from harness.executors.ranks.pool import CaseResult
-from harness.worker import Question, decode_answer, encode_question
+from harness.worker import PRELOAD, Question, decode_answer, encode_question
 from properties.executors.ranks.test_pool import sums
 
 IDENTITY = "properties.executors.ranks.test_pool:identity"
 FAULTS = "harness.subjects.faults.ranks:"
-PRELOAD = ("harness.worker", "torch._dynamo", "harness.subjects.faults.ranks", "properties.executors.ranks.test_pool")
+MODULES = (*PRELOAD, "harness.subjects.faults.ranks", "properties.executors.ranks.test_pool")
 BATCH = 50
 WARM_BATCHES = 2
 
@@ -49,7 +49,7 @@ def soak(plan: Plan, *, deadline_s: float) -> None:
     order = [name for name, number in plan.faults.items() for _ in range(number)]
     order += ["identity"] * (plan.num_cases - len(order))
     random.Random(0).shuffle(order)
-    with RankPool(2, preload=PRELOAD, deadline_s=deadline_s) as pool:
+    with RankPool(2, preload=MODULES, deadline_s=deadline_s) as pool:
         names = {"identity": IDENTITY}
         seen: list[str] = []
         num_starved = 0
