@@ -24,8 +24,9 @@ from harness.executors.field_rules import dtype_name, uninitialised
 from harness.executors.inputs import RankInputs
 from harness.executors.plan import GET, OP, START, Instruction, Plan, compile_plan
 from harness.executors.record import record
+from harness.executors.watch import Watch
 from harness.ops import CollectiveSpec
-from harness.spec.outcome import CollectiveRecord, ErrorRecord, Flight, MetaFault, Outcome, RankOutcome
+from harness.spec.outcome import CollectiveRecord, ErrorRecord, Outcome, RankOutcome
 from harness.spec.program import Group
 
 __all__ = ["Lockstep"]
@@ -188,13 +189,12 @@ class _Place(NamedTuple):
 class _State:
     """Whether a started collective is complete, and which node started it."""
 
-    __slots__ = ("complete", "description", "node", "output_storages")
+    __slots__ = ("complete", "description", "node")
 
     def __init__(self, node: str, description: str) -> None:
         self.complete = False
         self.node = node
         self.description = description
-        self.output_storages: set[int] = set()
 
 
 class _Started(NamedTuple):
@@ -235,7 +235,7 @@ class _Rank:
         self.num_started: dict[str, int] = {}
         self.pending: dict[int, _State] = {}
         self.collectives: list[CollectiveRecord] = []
-        self.watch: _Watch | None = _Watch() if watch else None
+        self.watch: Watch | None = Watch() if watch else None
         self.has_void = False
         self.waiting_at: str | None = None
         self.waiting_for = ""
@@ -416,97 +416,6 @@ class _Rank:
         self.c[instruction.slot] = value
         self.f[instruction.slot] = self.f[source]
         return True
-
-
-class _Watch:
-    """Which storages are in flight on one rank, and who touched them."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[int, str] = {}
-        self.inputs: dict[int, list[str]] = {}
-        self.input_of: dict[str, list[int]] = {}
-        self.flights: list[Flight] = []
-        self.untrue: list[MetaFault] = []
-
-    def touch(self, instruction: Instruction, args: list[Any]) -> None:
-        if not self.outputs and not self.inputs:
-            return
-        for position in instruction.reads:
-            for storage in _storages(args[position]):
-                if storage in self.outputs:
-                    self._add(self.outputs[storage], instruction.name, "read_output")
-        for position in instruction.writes:
-            for storage in _storages(args[position]):
-                if storage in self.outputs:
-                    self._add(self.outputs[storage], instruction.name, "write_output")
-                for collective in self.inputs.get(storage, ()):
-                    self._add(collective, instruction.name, "write_input")
-
-    def metadata(self, instruction: Instruction, out: Any) -> None:
-        """Compare what executed with what the graph's metadata said of it."""
-        if instruction.expected is None or not isinstance(out, Tensor):
-            return
-        shape, stride, dtype = instruction.expected
-        seen = (tuple(out.shape), out.stride(), out.dtype)
-        if seen != (tuple(shape), stride, dtype) and (
-            seen[0] != tuple(shape) or seen[2] is not dtype or not _same_layout(seen[0], stride, seen[1])
-        ):
-            self.untrue.append(
-                MetaFault(instruction.name, instruction.target, _geometry(tuple(shape), stride, dtype), _geometry(*seen))
-            )
-
-    def start(self, instruction: Instruction, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        name = instruction.name
-        ins, outs = _storages(inputs), _storages(outputs)
-        for storage in ins:
-            if storage in self.outputs:
-                self._add(self.outputs[storage], name, "read_output")
-        for storage in outs:
-            if storage in self.outputs and storage not in ins:
-                self._add(self.outputs[storage], name, "write_output")
-            for collective in self.inputs.get(storage, ()):
-                self._add(collective, name, "write_input")
-        for storage in ins:
-            self.inputs.setdefault(storage, []).append(name)
-        for storage in outs:
-            self.outputs[storage] = name
-        self.input_of[name] = ins
-
-    def wait(self, storage: int) -> None:
-        name = self.outputs.pop(storage, None)
-        if name is None or name in self.outputs.values():
-            return
-        for source in self.input_of.pop(name, ()):
-            users = self.inputs[source]
-            users.remove(name)
-            if not users:
-                del self.inputs[source]
-
-    def at_end(self, outputs: list[Any]) -> None:
-        for value in outputs:
-            for storage in _storages(value):
-                if storage in self.outputs:
-                    self._add(self.outputs[storage], "output", "read_output")
-
-    def _add(self, collective: str, node: str, access: str) -> None:
-        flight = Flight(collective, node, access)
-        if flight not in self.flights:
-            self.flights.append(flight)
-
-
-def _same_layout(shape: tuple[int, ...], expected: tuple[int, ...], seen: tuple[int, ...]) -> bool:
-    """Whether two strides place the elements alike: a dimension of size 1 may have any, an empty tensor has none."""
-    return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, expected, seen, strict=True))
-
-
-def _geometry(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{dtype_name(dtype)}{list(shape)} stride {tuple(stride)}"
-
-
-def _storages(value: Any) -> list[int]:
-    """The storages that hold at least one element of a tensor, or of a list of them."""
-    tensors = value if isinstance(value, (list, tuple)) else (value,)
-    return [t.untyped_storage()._cdata for t in tensors if isinstance(t, Tensor) and t.numel()]
 
 
 def _without_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
