@@ -66,16 +66,20 @@ def fresh(inputs: RankInputs, program: Program) -> RankInputs:
 
 def clone(tensors: list[Tensor], program: Program, device: str | None = None) -> list[Tensor]:
     """A copy of one half, of the same geometry and aliasing, on ``device``."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.clone() if device is None else tensor.to(device, copy=True)
+
     result: list[Tensor] = []
     for spec, tensor in zip(program.inputs, tensors, strict=True):
         if spec.view_of is not None:
             base = result[spec.view_of]
             result.append(base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
         elif spec.stride is None and spec.storage_offset == 0:
-            result.append(tensor.to(device, copy=True))
+            result.append(copied(tensor))
         else:
             flat = tensor.as_strided((_held(spec),), (1,), 0)
-            result.append(flat.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+            result.append(copied(flat).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
     return result
 
 

@@ -87,6 +87,8 @@ def _tensor_record(
 
 def _raw_bytes(tensor: Tensor) -> bytes:
     """The elements in row-major order, as they lie in memory."""
-    flat = tensor.detach().contiguous().cpu()
+    flat = tensor.contiguous()
+    if not flat.is_cpu:
+        flat = flat.cpu()
     size = flat.numel() * flat.element_size()
     return ctypes.string_at(flat.data_ptr(), size) if size else b""
