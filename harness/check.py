@@ -18,7 +18,7 @@ from harness.executors.algebra import Field, error_bound, trials_needed
 from harness.executors.inputs import TrialKind, draw_inputs, fresh, trial_seed
 from harness.executors.lockstep import Lockstep
 from harness.executors.ranks.pool import RankPool
-from harness.graph import build_all, collectives, fake_world
+from harness.graph import build_all, collectives, fake_world, module_of
 from harness.on_ranks import applies_reason, check_on_ranks, promised_laws, undecided
 from harness.ops import infer_program
 from harness.oracles import aliasing, equivalence, graphs, schedule
@@ -208,7 +208,7 @@ def _second_application(program: Program, subject: Subject, gm: GraphModule) -> 
     """How many collectives another application, to a copy of the result, still changes."""
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    copy = GraphModule(gm, graph)
+    copy = module_of(graph)
     before = len(collectives(graph))
     with fake_world(program.world_size, 0, program.groups):
         applied = subject.apply(copy, 0)

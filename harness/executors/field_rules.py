@@ -60,10 +60,11 @@ def _div(field: Field, x: Any, y: Any) -> Any:
 
 def _arithmetic(combine: Callable[[Field, Any, Any], Any]) -> Rule:
     def rule(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor:
-        if out.dtype is torch.bool:
+        dtype = out.dtype
+        if dtype is torch.bool:
             return out.long()
-        x = _operand(field, c[0], f[0], out.dtype)
-        y = _operand(field, c[1], f[1], out.dtype)
+        x = _operand(field, c[0], f[0], dtype)
+        y = _operand(field, c[1], f[1], dtype)
         alpha = kw.get("alpha", 1) if len(c) < 3 else c[2]
         if alpha != 1:
             y = y * field.constant(alpha) % P

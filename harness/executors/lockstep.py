@@ -12,6 +12,7 @@ the input, is recorded (``Flight``). What nobody has written holds poison, see `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -134,7 +135,7 @@ class Lockstep:
         if place is None:
             rank.fail(ErrorRecord("Divergence", f"rank {started.rank} is in no part of group {started.group!r}", started.node))
             return
-        started = started._replace(members=place.members)
+        started.place = place
         queue = queues.setdefault((started.group, place.part), [])
         number = rank.num_started.get(started.group, 0)
         rank.num_started[started.group] = number + 1
@@ -144,7 +145,7 @@ class Lockstep:
         slot.append(started)
         if len(slot) < len(place.members):
             return
-        slot.sort(key=lambda s: place.members.index(s.rank))
+        slot.sort(key=lambda one: one.place.position)
         disagreement = _disagreement(slot)
         if disagreement:
             for one in slot:
@@ -157,15 +158,15 @@ class Lockstep:
                 ranks[one.rank].fail(ErrorRecord(type(error).__name__, str(error), one.node))
             return
         for one in slot:
-            one.state.complete = True
+            one.complete = True
 
     def _report_stuck(self, ranks: list[_Rank], queues: dict[tuple[str, int], list[list[_Started]]]) -> None:
         stuck = [rank for rank in ranks if not rank.done]
-        missing = [slot for queue in queues.values() for slot in queue if len(slot) < len(slot[0].members)]
+        missing = [slot for queue in queues.values() for slot in queue if len(slot) < len(slot[0].place.members)]
         if stuck:
             waits = [f"rank {r.number} waits at {r.waiting_at} for {r.waiting_for}" for r in stuck]
             lacking = [
-                f"{slot[0].describe()} lacks ranks {sorted(set(slot[0].members) - {s.rank for s in slot})}" for slot in missing
+                f"{slot[0].describe()} lacks ranks {sorted(set(slot[0].place.members) - {s.rank for s in slot})}" for slot in missing
             ]
             message = "; ".join(waits + lacking)
             for rank in stuck:
@@ -174,7 +175,7 @@ class Lockstep:
         if any(rank.error for rank in ranks):
             return
         for slot in missing:
-            absent = sorted(set(slot[0].members) - {s.rank for s in slot})
+            absent = sorted(set(slot[0].place.members) - {s.rank for s in slot})
             for one in slot:
                 message = f"{one.describe()} was started by ranks {[s.rank for s in slot]} but never by ranks {absent}"
                 ranks[one.rank].fail(ErrorRecord("Divergence", message, one.node))
@@ -186,19 +187,12 @@ class _Place(NamedTuple):
     position: int
 
 
-class _State:
-    """Whether a started collective is complete, and which node started it."""
-
-    __slots__ = ("complete", "description", "node")
-
-    def __init__(self, node: str, description: str) -> None:
-        self.complete = False
-        self.node = node
-        self.description = description
+_NOWHERE: Final = _Place(-1, (), -1)
 
 
-class _Started(NamedTuple):
-    """A collective as one rank started it; inputs and outputs as lists of (concrete, field) tensors."""
+@dataclass(slots=True)
+class _Started:
+    """A collective as one rank started it; inputs and outputs as lists of tensors and of their field halves."""
 
     rank: int
     node: str
@@ -210,8 +204,8 @@ class _Started(NamedTuple):
     outputs: list[Tensor]
     output_halves: list[Tensor | None]
     extra: tuple[Any, ...]
-    state: _State
-    members: tuple[int, ...] = ()
+    place: _Place = _NOWHERE
+    complete: bool = False
 
     def describe(self) -> str:
         op = f" {self.reduce_op}" if self.reduce_op else ""
@@ -233,7 +227,7 @@ class _Rank:
         self.f: list[Any] = [*inputs.field, *[None] * (plan.num_slots - plan.num_inputs)]
         self.versions = [t._version for t in inputs.concrete]
         self.num_started: dict[str, int] = {}
-        self.pending: dict[int, _State] = {}
+        self.pending: dict[int, _Started] = {}
         self.collectives: list[CollectiveRecord] = []
         self.watch: Watch | None = Watch() if watch else None
         self.has_void = False
@@ -247,27 +241,29 @@ class _Rank:
 
     def advance(self) -> _Started | None:
         """Run until a collective starts (it is returned) or this rank is done or must wait (None)."""
-        instructions = self.plan.instructions
-        total = len(instructions)
-        while self.at < total:
-            instruction = instructions[self.at]
-            try:
-                if instruction.code == OP:
+        instructions, at = self.plan.instructions, self.at
+        try:
+            while at < len(instructions):
+                instruction = instructions[at]
+                code = instruction.code
+                if code == OP:
                     self._op(instruction)
-                elif instruction.code == GET:
+                elif code == GET:
                     self._get(instruction)
-                elif instruction.code == START:
+                elif code == START:
                     started = self._start(instruction)
-                    self.at += 1
+                    at += 1
                     return started
                 elif not self._wait(instruction):
                     return None
-            except Unsupported:
-                raise
-            except Exception as error:  # the program's own failure is an outcome
-                self.fail(ErrorRecord(type(error).__name__, str(error), instruction.name))
-                return None
-            self.at += 1
+                at += 1
+        except Unsupported:
+            raise
+        except Exception as error:  # the program's own failure is an outcome
+            self.fail(ErrorRecord(type(error).__name__, str(error), instructions[at].name))
+            return None
+        finally:
+            self.at = at
         if self.watch is not None:
             self.watch.at_end([self.c[s] for s in self.plan.output_slots if s is not None])
         self.done = True
@@ -290,24 +286,21 @@ class _Rank:
 
     def _is_void(self, instruction: Instruction) -> bool:
         f = self.f
-        if not self.has_void:
-            return False
         return any(f[slot] is None for _, slot in instruction.fills) or any(
             f[slot] is None for _, inner in instruction.list_fills for _, slot in inner
         )
 
     def _op(self, instruction: Instruction) -> None:
         args, halves = self._arguments(instruction)
-        if self.watch is not None:
-            self.watch.touch(instruction, args)
-        out = instruction.fn(*args, **instruction.kwargs)
+        watch, slot = self.watch, instruction.slot
+        if watch is not None:
+            watch.touch(instruction, args)
+        out = self.c[slot] = instruction.fn(*args, **instruction.kwargs)
         if instruction.poisons:
             out.fill_(_FLOAT_POISON if out.dtype.is_floating_point else _INT_POISON)
-        slot = instruction.slot
-        self.c[slot] = out
-        if self.watch is not None:
-            self.watch.metadata(instruction, out)
-        if self._is_void(instruction):
+        if watch is not None:
+            watch.metadata(instruction, out)
+        if self.has_void and self._is_void(instruction):
             for position in instruction.writes:
                 self.void(args[position])
             if instruction.is_view:
@@ -320,11 +313,8 @@ class _Rank:
         half = rule(self.field, args, halves, instruction.kwargs, out)
         if half is None:
             self.void(out)
-        elif not instruction.writes and not instruction.is_view and type(half) is Tensor and (
-            half.stride() != out.stride() or half.shape != out.shape
-        ):
-            aligned = torch.empty_strided(out.shape, out.stride(), dtype=torch.int64)
-            half = aligned.copy_(half)
+        elif type(half) is Tensor and instruction.is_new and (half.stride() != out.stride() or half.shape != out.shape):
+            half = torch.empty_strided(out.shape, out.stride(), dtype=torch.int64).copy_(half)
         self.f[slot] = half
 
     def void(self, tensors: Any) -> None:
@@ -367,12 +357,14 @@ class _Rank:
             outputs, output_halves = list(inputs), list(input_halves)
         else:
             outputs = [_allocate(spec.kind, t, size, extra) for t in inputs]
-            output_halves = [None if h is None else torch.empty(o.shape, dtype=torch.int64) for h, o in zip(input_halves, outputs, strict=True)]
+            output_halves = [None if h is None else torch.empty_like(o, dtype=torch.int64) for h, o in zip(input_halves, outputs, strict=True)]
             if self.watch is not None:
                 self._poison(outputs, output_halves)
-        state = _State(instruction.name, f"{spec.kind} on group {group!r} ({instruction.name})")
+        started = _Started(
+            self.number, instruction.name, spec.kind, group, reduce_op, inputs, input_halves, outputs, output_halves, extra
+        )
         for output in outputs:
-            self.pending[output.untyped_storage()._cdata] = state
+            self.pending[output.untyped_storage()._cdata] = started
         if self.watch is not None:
             self.watch.start(instruction, inputs, outputs)
         if spec.coalesced:
@@ -391,9 +383,7 @@ class _Rank:
                     instruction.name,
                 )
             )
-        return _Started(
-            self.number, instruction.name, spec.kind, group, reduce_op, inputs, input_halves, outputs, output_halves, extra, state
-        )
+        return started
 
     def _poison(self, outputs: list[Tensor], halves: list[Tensor | None]) -> None:
         """Until a wait a result holds poison; only where touching it is watched for, since completion overwrites all of it."""
@@ -406,9 +396,10 @@ class _Rank:
         source = instruction.fills[0][1]
         value = self.c[source]
         storage = value.untyped_storage()._cdata
-        state = self.pending.get(storage)
-        if state is not None and not state.complete:
-            self.waiting_at, self.waiting_for = instruction.name, state.description
+        started = self.pending.get(storage)
+        if started is not None and not started.complete:
+            self.waiting_at = instruction.name
+            self.waiting_for = f"{started.kind} on group {started.group!r} ({started.node})"
             return False
         if self.watch is not None:
             self.watch.wait(storage)
@@ -430,14 +421,15 @@ def _extra(spec: CollectiveSpec, args: list[Any]) -> tuple[Any, ...]:
 
 
 def _allocate(kind: str, x: Tensor, size: int | None, extra: tuple[Any, ...]) -> Tensor:
-    shape = list(x.shape)
     if kind == "all_gather":
-        shape[0] *= size or 1
+        rows = x.shape[0] * (size or 1)
     elif kind == "reduce_scatter":
-        shape[0] //= size or 1
+        rows = x.shape[0] // (size or 1)
     elif kind == "all_to_all" and extra[0] is not None:
-        shape[0] = sum(extra[0])
-    return torch.empty(shape, dtype=x.dtype)
+        rows = sum(extra[0])
+    else:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return x.new_empty((rows, *x.shape[1:]))
 
 
 def _disagreement(slot: list[_Started]) -> str | None:
@@ -467,7 +459,7 @@ def _splits(started: _Started, which: int) -> list[int]:
     sizes = started.extra[which]
     if sizes is not None:
         return list(sizes)
-    count = len(started.members)
+    count = len(started.place.members)
     return [started.inputs[0].shape[0] // count] * count
 
 
@@ -478,7 +470,7 @@ def _carry_out(slot: list[_Started], ranks: list[_Rank], field: Field) -> None:
     """
     first = slot[0]
     for k in range(len(first.inputs)):
-        inputs = [s.inputs[k].reshape(-1) for s in slot]
+        inputs = [_flat(s.inputs[k]) for s in slot]
         outputs = [s.outputs[k].data for s in slot]  # a backend writes memory past the version counters
         halves = [s.halves[k] for s in slot]
         output_halves = [s.output_halves[k] for s in slot]
@@ -486,7 +478,7 @@ def _carry_out(slot: list[_Started], ranks: list[_Rank], field: Field) -> None:
         if first.reduce_op == "avg":  # gloo has no such op: torch sums, then divides in place
             torch._C._increment_version([s.outputs[k] for s in slot])
         if all(h is not None for h in halves) and all(h is not None for h in output_halves):
-            _exchange(slot, [h.reshape(-1) for h in halves if h is not None], output_halves, field)
+            _exchange(slot, [_flat(h) for h in halves if h is not None], output_halves, field)
         else:
             for one in slot:
                 ranks[one.rank].void(one.outputs[k])
@@ -502,23 +494,33 @@ def _exchange(slot: list[_Started], inputs: list[Tensor], outputs: list[Any], fi
     if inputs[0].dtype is torch.bool:
         inputs, outputs = [x.view(torch.uint8) for x in inputs], [x.view(torch.uint8) for x in outputs]
     if kind == "all_gather":
-        gathered = torch.cat(inputs)
-        for output in outputs:
-            output.copy_(gathered.view(output.shape))
+        _copy_to_all(outputs, torch.cat(inputs))
     elif kind in ("all_reduce", "reduce_scatter"):
         assert first.reduce_op is not None
         total = _reduce(inputs, first.reduce_op) if field is None else field.reduce(inputs, first.reduce_op)
-        chunks = [total] * len(slot) if kind == "all_reduce" else list(total.chunk(len(slot))) if total.numel() else [total] * len(slot)
-        for output, chunk in zip(outputs, chunks, strict=True):
-            output.copy_(chunk.view(output.shape))
+        if kind == "all_reduce" or not total.numel():
+            _copy_to_all(outputs, total)
+        else:
+            for output, chunk in zip(outputs, total.chunk(len(slot)), strict=True):
+                output.copy_(chunk.view_as(output))
     elif kind == "broadcast":
-        source = inputs[first.extra[0]].clone()
-        for output in outputs:
-            output.copy_(source.view(output.shape))
+        _copy_to_all(outputs, inputs[first.extra[0]].clone())
     else:
         sent = [_rows(x, s).split(_splits(s, 1)) for x, s in zip(inputs, slot, strict=True)]
         for j, output in enumerate(outputs):
-            output.copy_(torch.cat([parts[j] for parts in sent]).view(output.shape))
+            output.copy_(torch.cat([parts[j] for parts in sent]).view_as(output))
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.reshape(-1)
+
+
+def _copy_to_all(outputs: list[Any], flat: Tensor) -> None:
+    """Every member gets the same elements, each in its own shape."""
+    for output in outputs:
+        if output.shape != flat.shape:
+            flat = flat.view_as(output)
+        output.copy_(flat)
 
 
 def _rows(flat: Tensor, started: _Started) -> Tensor:

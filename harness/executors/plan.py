@@ -52,7 +52,7 @@ _CONTROL: Final = frozenset(
 
 
 class Instruction(NamedTuple):
-    """One node. ``fills`` puts slots into ``args``; ``list_fills`` into lists among them; ``kw_fills`` into ``kwargs``."""
+    """One node; ``is_new`` where its result is neither a view nor written in place. ``fills`` puts slots into ``args``; ``list_fills`` into lists among them; ``kw_fills`` into ``kwargs``."""
 
     code: int
     slot: int
@@ -66,6 +66,7 @@ class Instruction(NamedTuple):
     kw_fills: tuple[tuple[str, int], ...]
     rule: Rule | None
     is_view: bool
+    is_new: bool
     poisons: bool
     reads: tuple[int, ...]
     writes: tuple[int, ...]
@@ -209,7 +210,7 @@ def _instruction(node: Node, slots: dict[Node, int]) -> Instruction:
         assert isinstance(source, Node)
         fill = ((0, slots[source]),)
         return Instruction(
-            GET, len(slots), node.name, "getitem", operator.getitem, [None, index], {}, fill, (), (), None, True, False, (), (), None
+            GET, len(slots), node.name, "getitem", operator.getitem, [None, index], {}, fill, (), (), None, True, False, False, (), (), None
         )
     target = target_name(node)
     spec = TABLE.get(target)
@@ -224,7 +225,7 @@ def _instruction(node: Node, slots: dict[Node, int]) -> Instruction:
     for i, arg in enumerate(args):
         if isinstance(arg, (list, tuple)):
             inner = tuple((j, slots[a]) for j, a in enumerate(arg) if isinstance(a, Node))
-            args[i] = list(arg)
+            args[i] = list(arg) if inner else tuple(arg)  # which torch reads faster
             if inner:
                 lists.append((i, inner))
     kw_fills = tuple((k, slots[v]) for k, v in kwargs.items() if isinstance(v, Node))
@@ -249,6 +250,7 @@ def _instruction(node: Node, slots: dict[Node, int]) -> Instruction:
         kw_fills,
         rule,
         spec.kind == "view",
+        spec.kind != "view" and not writes,
         target in _UNINITIALISED,
         reads,
         writes,

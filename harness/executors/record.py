@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Sequence
+from ctypes import string_at
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -33,13 +33,14 @@ def record(
     """
     tensors = [*inputs, *outputs]
     storages: dict[int, int] = {}
-    for tensor in tensors:
-        storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
+    owners = [storages.setdefault(tensor.untyped_storage()._cdata, len(storages)) for tensor in tensors]
     changes = [*(t._version - v for t, v in zip(inputs, versions, strict=True)), *(t._version for t in outputs)]
     groups = _version_groups(tensors) if len(storages) < len(tensors) else list(range(len(tensors)))
     records = tuple(
-        _tensor_record(t, h, storages, change, group, keep)
-        for t, h, change, group in zip(tensors, halves or [None] * len(tensors), changes, groups, strict=True)
+        [
+            _tensor_record(t, h, storage, change, group, keep)
+            for t, h, storage, change, group in zip(tensors, halves or [None] * len(tensors), owners, changes, groups, strict=True)
+        ]
     )
     return records[: len(inputs)], records[len(inputs) :]
 
@@ -63,10 +64,7 @@ def _version_groups(tensors: list[Tensor]) -> list[int]:
     return groups
 
 
-def _tensor_record(
-    tensor: Tensor, half: Tensor | None, storages: dict[int, int], version: int, group: int, keep: bool
-) -> TensorRecord:
-    storage = tensor.untyped_storage()
+def _tensor_record(tensor: Tensor, half: Tensor | None, storage: int, version: int, group: int, keep: bool) -> TensorRecord:
     data = _raw_bytes(tensor)
     field_data = None if half is None else _raw_bytes(half)
     return TensorRecord(
@@ -74,10 +72,10 @@ def _tensor_record(
         tuple(tensor.shape),
         tensor.stride(),
         int(tensor.storage_offset()),
-        storages[storage._cdata],
-        storage.nbytes(),
-        hashlib.blake2b(data, digest_size=16).hexdigest(),
-        None if field_data is None else hashlib.blake2b(field_data, digest_size=16).hexdigest(),
+        storage,
+        tensor.untyped_storage().nbytes(),
+        blake2b(data, digest_size=16).hexdigest(),
+        None if field_data is None else blake2b(field_data, digest_size=16).hexdigest(),
         version,
         group,
         data if keep else None,
@@ -91,4 +89,4 @@ def _raw_bytes(tensor: Tensor) -> bytes:
     if not flat.is_cpu:
         flat = flat.cpu()
     size = flat.numel() * flat.element_size()
-    return ctypes.string_at(flat.data_ptr(), size) if size else b""
+    return string_at(flat.data_ptr(), size) if size else b""

@@ -13,7 +13,7 @@ from harness.graph.analysis import (
     tensor_meta,
     waits,
 )
-from harness.graph.build import build, build_all, emit, emit_item, fake_mode
+from harness.graph.build import build, build_all, emit, emit_item, fake_mode, module_of
 from harness.graph.fake_world import fake_world
 from harness.graph.private import bucket_dtypes, group_rank
 from harness.graph.read import program_from_graphs
@@ -32,6 +32,7 @@ __all__ = [
     "group_rank",
     "is_collective",
     "is_wait",
+    "module_of",
     "program_from_graphs",
     "resolve",
     "start_of",

@@ -6,7 +6,7 @@ import importlib
 import operator
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -81,9 +81,19 @@ def schema_of(overload: Any) -> Any:
         raise Unsupported(str(overload), None, f"torch {torch.__version__} gives no schema of it") from None
 
 
+_NAMED: Final[dict[int, tuple[Any, str]]] = {}
+"""By the identity of a target, which it keeps alive, its name: an overload's own hash is slow."""
+
+
 def target_name(node: Node) -> str:
     """``aten.add.Tensor`` for a call of that overload, ``getitem`` for ``operator.getitem``, else the target's name."""
-    return name_of(node.target) if callable(node.target) else str(node.target)
+    target = node.target
+    if isinstance(target, str):
+        return target
+    found = _NAMED.get(id(target))
+    if found is None:
+        found = _NAMED[id(target)] = (target, name_of(target))
+    return found[1]
 
 
 def tensor_meta(value: Tensor) -> TensorMeta:

@@ -27,7 +27,7 @@ from harness.spec.program import DTypeArg, FloatArg, GroupArg, Op, PerRank, Prog
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["build", "build_all", "emit", "emit_item", "fake_mode"]
+__all__ = ["build", "build_all", "emit", "emit_item", "fake_mode", "module_of"]
 
 _FAKE_TENSOR: Final = "torch._subclasses.fake_tensor"
 _CPU: Final = torch.device("cpu")
@@ -49,9 +49,13 @@ def fake_mode() -> FakeTensorMode:
     return mode
 
 
+def module_of(graph: Graph) -> GraphModule:
+    """A module that runs a graph without attributes; it generates code only when called, where the installed torch can do so."""
+    return _module_class()(torch.nn.Module(), graph)
+
+
 @lru_cache(maxsize=1)
 def _module_class() -> type[GraphModule]:
-    """The GraphModule that generates code only when called; the plain, slower one where torch has no such class."""
     try:
         found: type[GraphModule] = private("torch.fx._lazy_graph_module", "_LazyGraphModule")
     except Unsupported:
@@ -182,10 +186,7 @@ class _Builder:
         kwargs = {k: self._argument(a) for k, a in op.kwargs.items()}
         for key, value in _factory_options(op.target).items():
             kwargs.setdefault(key, value)
-        node = self.graph.create_node("call_function", target, name=op.target.split(".")[1])
-        node.args = args  # set here, because create_node walks its arguments in search of symbolic numbers
-        if kwargs:
-            node.kwargs = kwargs
+        node = _call(self.graph, target, op.target, args, kwargs)
         self.nodes[number, None] = node
         bases = {} if TABLE[op.target].kind == "wait" else self._operands(op)
         if isinstance(meta, TensorMeta):
@@ -202,7 +203,7 @@ class _Builder:
     def finish(self, outputs: Sequence[Ref]) -> GraphModule:
         returned = tuple(self.nodes[ref.value, ref.item] for ref in outputs)
         self.graph.output(returned).meta["val"] = tuple(node.meta["val"] for node in returned)
-        return _module_class()(torch.nn.Module(), self.graph)
+        return module_of(self.graph)
 
     def _tensor(self, place: _Place, meta: TensorMeta, base: Tensor | None) -> Tensor:
         made = self.shared.get(place)
@@ -264,15 +265,23 @@ def emit(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
     named = dict(kwargs or {})
     name = name_of(overload)
     value = _inferred(overload, name, args, named) if name in TABLE else _executed(overload, args, named)
-    node = graph.call_function(overload, args, named)
+    node = _call(graph, overload, name, args, named)
     node.meta["val"] = value
+    return node
+
+
+def _call(graph: Graph, target: Any, full_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
+    """A call, named as tracing names it; its arguments are set afterwards, because ``create_node`` walks them in search of symbolic numbers."""
+    node = graph.create_node("call_function", target, name=full_name.split(".")[1] if "." in full_name else full_name)
+    node.args = args
+    if kwargs:
+        node.kwargs = dict(kwargs)
     return node
 
 
 def emit_item(graph: Graph, node: Node, index: int) -> Node:
     """Add a ``getitem`` of a node with several results."""
-    item = graph.create_node("call_function", operator.getitem)
-    item.args = (node, index)
+    item = _call(graph, operator.getitem, "getitem", (node, index), {})
     item.meta["val"] = node.meta["val"][index]
     return item
 

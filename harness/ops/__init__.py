@@ -63,7 +63,8 @@ def infer(target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], group_s
 def _plain(arg: Any, storages: dict[int, int], group_sizes: Mapping[str, int]) -> Any:
     """An argument as a rule takes it; storages numbered by appearance, so that equal calls are found again."""
     if isinstance(arg, TensorMeta):
-        return arg._replace(storage=storages.setdefault(arg.storage, len(storages)))
+        shape, stride, dtype, offset, storage = arg
+        return TensorMeta(shape, stride, dtype, offset, storages.setdefault(storage, len(storages)))
     if type(arg) is tuple or type(arg) is list:
         return tuple(_plain(a, storages, group_sizes) for a in arg)
     if isinstance(arg, DTypeArg):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.ops.core import (
+    OpError,
     OpSpec,
     broadcast_shapes,
     computation_dtype,
@@ -85,9 +86,9 @@ def cat(tensors_: Sequence[TensorMeta], dim: int = 0) -> TensorMeta:
         return fresh((0,), dtype)
     first = kept[0]
     d = wrap_dim(dim, len(first.shape))
-    for part in kept[1:]:
-        same = len(part.shape) == len(first.shape) and all(a == b for i, (a, b) in enumerate(zip(part.shape, first.shape, strict=False)) if i != d)
-        require(same, f"cat of {[list(p.shape) for p in kept]} along {d}: other sizes must agree")
+    rest = (len(first.shape), first.shape[:d], first.shape[d + 1 :])
+    if any((len(part.shape), part.shape[:d], part.shape[d + 1 :]) != rest for part in kept):
+        raise OpError(f"cat of {[list(p.shape) for p in kept]} along {d}: other sizes must agree")
     shape = (*first.shape[:d], sum(p.shape[d] for p in kept), *first.shape[d + 1 :])
     return fresh(shape, dtype)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from harness.oracles.evidence import Evidence
 from harness.spec.outcome import RankOutcome, TensorRecord
 from harness.spec.verdict import Reason
@@ -28,18 +30,18 @@ def own_storage(e: Evidence) -> list[Reason]:
 def same_aliasing(e: Evidence) -> list[Reason]:
     """Outputs that shared memory with an input or with each other before still do, and none shares an input's that did not."""
     for rank, old, new in _ranks(e):
-        before, after = [*old.inputs, *old.outputs], [*new.inputs, *new.outputs]
+        before, after = [t.storage for t in (*old.inputs, *old.outputs)], [t.storage for t in (*new.inputs, *new.outputs)]
         if len(before) != len(after):
             continue
-        for j, (was, now) in enumerate(zip(before, after, strict=True)):
-            for i in range(j):
-                had, has = before[i].storage == was.storage, after[i].storage == now.storage
-                gained = has and not had and i < len(old.inputs)
-                if (had and not has) or gained:
-                    kind = "alias_gained" if gained else "alias_lost"
-                    names = f"{_name(i, old)} and {_name(j, old)} on rank {rank}"
-                    message = f"{names} {'share memory now, not before' if gained else 'shared memory before, not now'}"
-                    return [Reason("same_aliasing", "FAIL", kind, message, rank=rank, node=_name(j, old))]
+        gains = {j: i for i, j in _parted(after, before) if i < len(old.inputs)}
+        losses = {j: i for i, j in _parted(before, after)}
+        for j in sorted({*gains, *losses}):
+            i = min(p[j] for p in (gains, losses) if j in p)
+            gained = gains.get(j) == i
+            kind = "alias_gained" if gained else "alias_lost"
+            names = f"{_name(i, old)} and {_name(j, old)} on rank {rank}"
+            message = f"{names} {'share memory now, not before' if gained else 'shared memory before, not now'}"
+            return [Reason("same_aliasing", "FAIL", kind, message, rank=rank, node=_name(j, old))]
     return []
 
 
@@ -55,17 +57,24 @@ def _ranks(e: Evidence) -> list[tuple[int, RankOutcome, RankOutcome]]:
     return [(r, old, new) for r, (old, new) in enumerate(pairs) if old.error is None and new.error is None]
 
 
-def _newly_shared(old: RankOutcome, new: RankOutcome, what: str) -> list[tuple[int, int]]:
-    pairs = []
-    for j in range(min(len(old.outputs), len(new.outputs))):
-        for i in range(j):
-            if _same(new.outputs[i], new.outputs[j], what) and not _same(old.outputs[i], old.outputs[j], what):
-                pairs.append((i, j))
-    return pairs
+def _newly_shared(old: RankOutcome, new: RankOutcome, what: str) -> Iterator[tuple[int, int]]:
+    """Outputs that share a storage or counter now and did not before; one without memory shares none."""
+
+    def sharers(outputs: Sequence[TensorRecord]) -> list[object]:
+        return [getattr(t, what) if t.storage_bytes else ("none", i) for i, t in enumerate(outputs)]
+
+    return _parted(sharers(new.outputs), sharers(old.outputs))
 
 
-def _same(a: TensorRecord, b: TensorRecord, what: str) -> bool:
-    return bool(a.storage_bytes and getattr(a, what) == getattr(b, what))
+def _parted(same: Sequence[object], different: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """For each ``j`` the least ``i < j`` whose ``same`` is equal and ``different`` is not, as ``(i, j)``; in linear time."""
+    seen: dict[object, dict[object, int]] = {}
+    for j, (group, other) in enumerate(zip(same, different, strict=False)):
+        firsts = seen.setdefault(group, {})
+        apart = next((i for key, i in firsts.items() if key != other), None)
+        if apart is not None:
+            yield apart, j
+        firsts.setdefault(other, j)
 
 
 def _name(position: int, outcome: RankOutcome) -> str:

@@ -423,8 +423,9 @@ class _Effects:
         for node in graph.nodes:
             written = {s for source in _written_arguments(node) for s in self._storages[source]}
             for storage in self._touched(node):
-                if storage in last_write:
-                    self.after.setdefault(last_write[storage], []).append(node)
+                writer = last_write.get(storage)
+                if writer is not None:
+                    self.after.setdefault(writer, []).append(node)
                 if storage in written:
                     for reader in readers.pop(storage, ()):
                         self.after.setdefault(reader, []).append(node)
@@ -519,9 +520,12 @@ def _is_unknown(node: Node) -> bool:
 
 def _written_arguments(node: Node) -> list[Node]:
     """The arguments that a node writes; of an operator that the table does not know, by its schema."""
-    if node.op != "call_function" or target_name(node) == "getitem":
+    name = target_name(node)
+    if node.op != "call_function" or name == "getitem":
         return []
-    spec = TABLE.get(target_name(node))
+    spec = TABLE.get(name)
+    if spec is not None and not spec.writes and (spec.collective is None or spec.collective.out is None):
+        return []
     if spec is None:
         parameters = getattr(getattr(node.target, "_schema", None), "arguments", ())
         written = [a for a, p in zip(node.args, parameters, strict=False) if p.alias_info is not None and p.alias_info.is_write]
@@ -585,12 +589,16 @@ class _Emitter:
         """The elements in row-major order, as ``dtype``."""
         if node.meta["val"].dtype is not dtype:
             node = self("prims.convert_element_type.default", node, dtype)
-        return self("aten.reshape.default", node, [node.meta["val"].numel()])
+        return self.shaped(node, [node.meta["val"].numel()])
+
+    def shaped(self, node: Node, shape: Sequence[int]) -> Node:
+        """``node`` itself where it has that shape already, else a reshape of it."""
+        return node if list(node.meta["val"].shape) == list(shape) else self("aten.reshape.default", node, list(shape))
 
     def owned(self, piece: Node, shape: Sequence[int]) -> Node:
         """A piece of a bucket as a tensor of ``shape`` in memory of its own."""
         copied = self("aten.clone.default", piece, memory_format=torch.contiguous_format)
-        return self("aten.reshape.default", copied, list(shape))
+        return self.shaped(copied, shape)
 
 
 def _merge_all_gather(e: _Emitter, bucket: list[_Collective], options: BucketingOptions) -> list[Node]:

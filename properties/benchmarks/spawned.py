@@ -49,6 +49,22 @@ def twenty_nodes() -> Program:
     return Program(WORLD_SIZE, (Group("world", (tuple(range(WORLD_SIZE)),)),), specs, tuple(ops), (Ref(8), Ref(13), Ref(18), Ref(23)))
 
 
+def gathers(count: int) -> Program:
+    """Five nodes a time: an input is doubled, gathered, waited for, added to and returned, on 2 ranks."""
+    ops: list[Op] = []
+    for i in range(count):
+        value = count + 4 * i
+        ops += [
+            Op("aten.mul.Tensor", (Ref(i), 2.0)),
+            Op(C10D + "all_gather_into_tensor.default", (Ref(value), 2, GroupArg("world"))),
+            Op(C10D + "wait_tensor.default", (Ref(value + 1),)),
+            Op("aten.add.Tensor", (Ref(value + 2), 1.0)),
+        ]
+    specs = tuple(TensorSpec((2 + i % 3,), "float32") for i in range(count))
+    outputs = tuple(Ref(count + 4 * i + 3) for i in range(count))
+    return Program(2, (Group("world", ((0, 1),)),), specs, tuple(ops), outputs)
+
+
 def run_case(rank: int) -> None:
     """Run the graph once on this rank, on the default group."""
     gm = build(twenty_nodes(), rank)

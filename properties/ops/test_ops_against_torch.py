@@ -169,6 +169,16 @@ def test_rule_of_cat(data: st.DataObject) -> None:
     assert isinstance(result, TensorMeta) and (result.shape, result.dtype) == (expected.shape, expected.dtype)
 
 
+@pytest.mark.parametrize("shapes", [((2, 3), (2, 4)), ((2, 3), (2,)), ((2, 3, 1), (2, 3)), ((), (1,))])
+def test_cat_refuses_what_torch_refuses(shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Parts that differ in rank or in another size are refused, by the rule and by torch."""
+    xs = [torch.zeros(shape) for shape in shapes]
+    with pytest.raises(RuntimeError):
+        torch.cat(xs)
+    with pytest.raises(OpError):
+        infer("aten.cat.default", (tuple(tensor_meta(x) for x in xs),), {}, {})
+
+
 def test_promotion_is_torchs() -> None:
     """The whole promotion table is that of ``torch.promote_types``; float8 is promoted with nothing else."""
     for a, b in itertools.product(DTYPES, DTYPES):
