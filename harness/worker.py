@@ -140,6 +140,7 @@ def bare(payload: bytes, context: Context) -> TaskResult:
     gm = build(program, rank, metas)
     built = time.perf_counter() - begin
     inputs = clone(_inputs(program, rank, question.seed), program, context.device)
+    context.enter()
     with named_groups(program.groups, rank):
         loop = bare_loop(RealGraph(gm, device=context.device), inputs)
         context.meet()
@@ -200,6 +201,8 @@ def _judge(question: Question, context: Context) -> tuple[Answer, bool]:
     gm = build(program, rank, None if program.divergent else infer_program(program))
     original = RealGraph(gm, device=context.device)
     inputs = _inputs(program, rank, question.seed)
+    context.at("the case before, where the other ranks are waited for")
+    context.enter()
     with named_groups(program.groups, rank):
         context.at("pass")
         try:
@@ -213,7 +216,8 @@ def _judge(question: Question, context: Context) -> tuple[Answer, bool]:
         if unsound:
             return Answer(num_fired=applied.num_fired, reasons=tuple(unsound)), False
         rewritten = RealGraph(transformed, views_may_copy=getattr(subject, "views_may_copy", False), device=context.device)
-        own, again = (clone(inputs, program, context.device) for _ in range(2))
+        own = clone(inputs, program, context.device)
+        again = inputs if context.device == "cpu" else clone(inputs, program, context.device)
         before = original.run(own, lambda place: context.at(f"original: {place}"), keep=question.keep)
         if before.error is not None:
             return Answer(before, num_fired=applied.num_fired, failed=_form(original, before.error)), False
@@ -247,6 +251,7 @@ def encode_form(form: Form) -> bytes:
 
 def probe(payload: bytes, context: Context) -> TaskResult:
     """Try one collective alone, on ones, over all ranks; the answer is what the backend says against it, or nothing."""
+    context.enter()
     form = _FORMS.decode(payload)
     spec = TABLE[form.target].collective
     assert spec is not None

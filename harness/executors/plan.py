@@ -16,7 +16,7 @@ from harness.graph import target_name
 from harness.ops import TABLE, CollectiveSpec
 from harness.spec.dtypes import represents
 
-__all__ = ["GET", "OP", "OUTPUT", "START", "WAIT", "Instruction", "Plan", "compile_plan", "positional"]
+__all__ = ["GET", "OP", "OUTPUT", "QUICK", "START", "WAIT", "Instruction", "Plan", "compile_plan", "positional"]
 
 OP: Final = 0
 GET: Final = 1
@@ -27,7 +27,14 @@ OUTPUT: Final = 4
 _UNINITIALISED: Final = frozenset(
     f"aten.{name}" for name in ("empty.memory_format", "new_empty.default", "empty_like.default", "empty_strided.default")
 )
-_QUICK: Final[dict[str, Callable[..., Any]]] = {
+
+
+def _convert(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What ``prims.convert_element_type`` does, without its many layers."""
+    return torch.empty_like(x, dtype=dtype).copy_(x)
+
+
+QUICK: Final[dict[str, Callable[..., Any]]] = {
     "aten.add.Tensor": torch.add,
     "aten.sub.Tensor": torch.sub,
     "aten.mul.Tensor": torch.mul,
@@ -40,6 +47,7 @@ _QUICK: Final[dict[str, Callable[..., Any]]] = {
     "aten.reshape.default": torch.reshape,
     "aten.transpose.int": torch.transpose,
     "aten.split_with_sizes.default": torch.split_with_sizes,
+    "prims.convert_element_type.default": _convert,
 }
 """The same kernels through bindings that read their arguments faster than an overload does."""
 _VIEWS: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
@@ -236,7 +244,7 @@ def _instruction(node: Node, slots: dict[Node, int]) -> Instruction:
     reads = () if no_reads else tuple(i for i in operands if i not in overwritten)
     code = WAIT if spec.kind == "wait" else START if spec.collective is not None else OP
     own: Any = node.target
-    fn = _QUICK.get(target) or getattr(own, "_op", own)
+    fn = QUICK.get(target) or getattr(own, "_op", own)
     return Instruction(
         code,
         len(slots),

@@ -6,8 +6,11 @@ it when the processes are gone.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
+import sys
 import time
 from typing import Final, NamedTuple
 
@@ -18,6 +21,10 @@ _CASE, _SINCE, _LENGTH = 0, 1, 2
 _TEXT_AT: Final = 24
 _MOST_TEXT: Final = 1024
 _PAUSE_S: Final = 5e-5
+
+_FUTEX_CALL: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.byteorder == "little" else None
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
+_LIBC: Final = ctypes.CDLL(None)
 
 
 class Seen(NamedTuple):
@@ -64,38 +71,58 @@ class Board:
 class Turnstile:
     """Lets no rank go on before all ranks have come as far, so that no collective of one case, or of one graph, meets one of another.
 
+    A rank that must wait sleeps on the number that the rank it waits for will write (a futex), so that waiting takes no core from others.
+
     Args:
         file: of the page that the ranks share; may be closed afterwards.
         rank, world_size: whose end this is.
     """
 
     def __init__(self, file: int, rank: int, world_size: int) -> None:
-        size = 8 * (2 * world_size + 1)
+        size = 8 * 3 * world_size
         if os.fstat(file).st_size < size:
             os.ftruncate(file, size)
-        self._cells = memoryview(mmap.mmap(file, size)).cast("q")
+        page = mmap.mmap(file, size)
+        cells = memoryview(page).cast("q")
+        self._done, self._met, self._stopped = (cells[i * world_size : (i + 1) * world_size] for i in range(3))
         self._rank = rank
-        self._world_size = world_size
+        start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        self._addresses = {id(self._done): start, id(self._met): start + 8 * world_size}
 
     def done(self, case: int, *, stop: bool) -> None:
         """This rank has done ``case``, a number above 0; with ``stop`` no rank goes on with what follows it."""
         if stop:
-            self._cells[self._world_size] = case
-        self._cells[self._rank] = case
+            self._stopped[self._rank] = case
+        self._tell(self._done, case)
+
+    def enter(self, case: int, first: int) -> bool:
+        """Wait until all ranks have done the case before ``case`` in a run that begins with ``first``; False where one of them stopped the run."""
+        if case > first:
+            self._await(self._done, case - 1)
+        return not any(first <= stopped < case for stopped in self._stopped)
 
     def meet(self, case: int) -> None:
         """Within ``case``: wait until all ranks have come here."""
-        cells, first = self._cells, self._world_size + 1
-        cells[first + self._rank] = case
-        while any(cells[first + rank] < case for rank in range(self._world_size)):
-            time.sleep(_PAUSE_S)
+        self._tell(self._met, case)
+        self._await(self._met, case)
 
-    def wait(self, case: int) -> bool:
-        """Wait until all ranks have done ``case``; False where one of them said that this, or by now a later one, is the end."""
-        cells, ranks = self._cells, range(self._world_size)
-        while any(cells[rank] < case for rank in ranks):
+    def _tell(self, cells: memoryview, number: int) -> None:
+        cells[self._rank] = number
+        _futex(self._addresses[id(cells)] + 8 * self._rank, _FUTEX_WAKE, _ALL)
+
+    def _await(self, cells: memoryview, number: int) -> None:
+        for rank in range(len(cells)):
+            while (seen := cells[rank]) < number:
+                _futex(self._addresses[id(cells)] + 8 * rank, _FUTEX_WAIT, seen)
+
+
+def _futex(address: int, operation: int, value: int) -> None:
+    """The system call on the low half of a number; where this machine's is not known, waiting is a short sleep."""
+    if _FUTEX_CALL is None:
+        if operation == _FUTEX_WAIT:
             time.sleep(_PAUSE_S)
-        return cells[self._world_size] < case
+        return
+    _LIBC.syscall(ctypes.c_long(_FUTEX_CALL), ctypes.c_void_p(address), operation, value & 0xFFFFFFFF, None, None, 0)
 
 
 def anonymous_file(name: str) -> int:

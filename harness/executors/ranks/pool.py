@@ -449,7 +449,8 @@ class _Batch:
                 pass  # its death is seen below
         while len(self.results) < len(self.message.cases):
             now = time.monotonic()
-            self.wake_at = min(self._deadline(), now + _TICK_S)
+            deadline = self._deadline()
+            self.wake_at = min(deadline, now + _TICK_S)
             try:
                 events = pool.events(self.wake_at - now)
             except PoolBroken as error:
@@ -465,7 +466,8 @@ class _Batch:
                 if not all(answer.is_clean for answer in answers) or len(self.results) == len(self.message.cases):
                     return self.results
             self._watch(here)
-            if time.monotonic() >= self._deadline():
+            may_be_late = self.cut_at is not None or time.monotonic() >= deadline
+            if may_be_late and time.monotonic() >= self._deadline():
                 fault = self._fault(here)
                 payloads = tuple(here[r].payload if r in here else None for r in range(pool.world_size))
                 pool.abandon()

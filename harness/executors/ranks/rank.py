@@ -37,6 +37,7 @@ class Context(NamedTuple):
     Attributes:
         rank, world_size, backend, device: its place.
         at: says where the task is, for whoever watches.
+        enter: waits until all ranks have done the case before; to be called before the first collective, and by a task that has one.
         meet: waits until all ranks have come to the same point of the same case; to be called once a case.
     """
 
@@ -45,7 +46,12 @@ class Context(NamedTuple):
     backend: str
     device: str
     at: Callable[[str], None]
+    enter: Callable[[], None] = lambda: None
     meet: Callable[[], None] = lambda: None
+
+
+class _Stopped(BaseException):
+    """Some rank did not take part in all collectives of the case before, so that this one cannot begin."""
 
 
 class TaskResult(NamedTuple):
@@ -116,12 +122,23 @@ def _task(name: str) -> Task:
 
 def _run(message: Run, peer: Peer[Any], board: Board, turnstile: Turnstile, context: Context) -> None:
     """All cases, up to one in which some rank did not take part in all collectives."""
+    first = message.cases[0].number
+
+    def enter(case: int) -> None:
+        if not turnstile.enter(case, first):
+            raise _Stopped
+
     for case in message.cases:
-        board.begin(case.number)
-        done = _done(message.task, case, context._replace(meet=partial(turnstile.meet, case.number)))
-        turnstile.done(case.number, stop=not done.is_clean)
+        number = case.number
+        board.begin(number)
+        own = context._replace(enter=partial(enter, number), meet=partial(turnstile.meet, number))
+        try:
+            done = _done(message.task, case, own)
+        except _Stopped:
+            return
+        turnstile.done(number, stop=not done.is_clean)
         peer.send(done)
-        if not turnstile.wait(case.number):
+        if not done.is_clean:
             return
 
 

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from harness.errors import Unsupported
 from harness.executors.field_rules import dtype_name
-from harness.executors.plan import positional
+from harness.executors.plan import QUICK, positional
 from harness.executors.record import record
 from harness.graph import resolve, start_of, target_name
 from harness.graph.analysis import WAIT
@@ -156,7 +156,8 @@ def _step(node: Node, views_may_copy: bool) -> _Step:
         return _Step(node, operator.getitem, None, False, None)
     target = target_name(node)
     spec = TABLE.get(target)
-    fn: Any = node.target
+    own: Any = node.target
+    fn = QUICK.get(target) or getattr(own, "_op", own)
     if views_may_copy and target in ("aten.view.default", "aten._unsafe_view.default"):
         fn = torch.reshape
     start = start_of(node) if target == WAIT else None

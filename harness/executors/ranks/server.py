@@ -7,6 +7,7 @@ socket closes: the server removes FOLDER and ends, and the kernel ends the ranks
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import selectors
@@ -75,6 +76,8 @@ def _preload(names: list[str]) -> Preloaded:
             importlib.import_module(name)
         except Exception as error:
             return Preloaded(f"{name} does not import: {type(error).__name__}: {error}")
+    gc.collect()
+    gc.freeze()  # no rank looks through what is imported for garbage, nor copies its pages to do so
     return Preloaded()
 
 
