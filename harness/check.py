@@ -19,6 +19,7 @@ from harness.executors.inputs import TrialKind, draw_inputs, fresh, trial_seed
 from harness.executors.lockstep import Lockstep
 from harness.executors.ranks.pool import RankPool
 from harness.graph import build_all, collectives, fake_world, module_of
+from harness.on_compiler import check_compiled
 from harness.on_ranks import applies_reason, check_on_ranks, promised_laws, undecided
 from harness.ops import infer_program
 from harness.oracles import aliasing, equivalence, graphs, schedule
@@ -77,6 +78,7 @@ def check(
     laws: Mapping[str, Law] = BUCKETING_LAWS,
     skip_unchanged: bool = True,
     ranks: RankPool | None = None,
+    is_compiled: bool = False,
     twin: Twin | None = None,
 ) -> Verdict:
     """Judge what ``subject`` does to ``program``.
@@ -93,6 +95,7 @@ def check(
         skip_unchanged: do not run what the subject left exactly as it was; the verdict is PASS and vacuous. A divergent program
             is always run.
         ranks: run on these real ranks instead of in lockstep, see ``harness.on_ranks``.
+        is_compiled: through ``torch.compile`` on these ranks, see ``harness.on_compiler``.
         twin: also apply the subject under other hash seeds, for the law ``deterministic``.
 
     Returns:
@@ -103,6 +106,8 @@ def check(
         refusal = subject.refuses(program)
         if refusal is not None:
             return undecided("outside_contract", refusal)
+        if ranks is not None and is_compiled:
+            return check_compiled(program, subject, ranks, seed=seed, laws=laws)
         if ranks is not None:
             return check_on_ranks([program], subject, ranks, seed=seed, laws=laws)[0]
         return _check(program, subject, seed, timer, laws, skip_unchanged, twin)

@@ -130,13 +130,13 @@ def features(as_json: bool) -> int:
 def _level_options(command: Callable[..., Any]) -> Callable[..., Any]:
     level = click.option(
         "--level",
-        type=click.Choice(("lockstep", "passes")),
+        type=click.Choice(("lockstep", "passes", "compiled")),
         default="lockstep",
         show_default=True,
-        help="Where programs run: in lockstep, or (passes) the graphs on real ranks over gloo.",
+        help="Where programs run: in lockstep; or on real ranks over gloo, the graphs themselves (passes) or through torch.compile (compiled).",
     )
     deadline = click.option(
-        "--deadline", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="Seconds a case may take on real ranks."
+        "--deadline", type=click.FloatRange(min=0, min_open=True), help="Seconds a case may take on real ranks; 10, or 120 where it is compiled."
     )
     return level(deadline(command))
 
@@ -162,7 +162,7 @@ def hunt(
     world_size: int | None,
     out: Path,
     level: Level,
-    deadline: float,
+    deadline: float | None,
     as_json: bool,
 ) -> int:
     """Draw programs, judge what a subject does to them, shrink and store what fails."""
@@ -321,7 +321,7 @@ def _show_hunt(output: Output, report: HuntReport, seed: int, ledger: Ledger) ->
 @click.option("--subject", default="inductor", show_default=True, help="Whose passes to try; all their settings are.")
 @_level_options
 @_json_option
-def check(file: Path, feature: str, subject: str, level: Level, deadline: float, as_json: bool) -> int:
+def check(file: Path, feature: str, subject: str, level: Level, deadline: float | None, as_json: bool) -> int:
     """Judge what a subject does to one program.
 
     FILE is a Program or a finding (.json), or Python (.py) with program(*tensors) and inputs(rank, world_size),
@@ -393,7 +393,7 @@ def _undecided(output: Output, reason: str) -> int:
 @click.option("--subject", help="Judge all settings of this subject, instead of the one that the finding names.")
 @_level_options
 @_json_option
-def replay(findings: tuple[Path, ...], subject: str | None, level: Level, deadline: float, as_json: bool) -> int:
+def replay(findings: tuple[Path, ...], subject: str | None, level: Level, deadline: float | None, as_json: bool) -> int:
     """Judge stored findings again."""
     from harness.findings import load_finding
     from harness.ledger import load_ledger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from harness.check import check
 from harness.executors.ranks.pool import DEADLINE_S, RankPool
@@ -15,8 +15,10 @@ from harness.worker import PRELOAD
 
 __all__ = ["Judge", "Level", "Levels"]
 
-Level = Literal["lockstep", "passes"]
-"""``lockstep``; or ``passes``: the transformed graph interpreted on real ranks over gloo."""
+Level = Literal["lockstep", "passes", "compiled"]
+"""``lockstep``; ``passes``: the transformed graph interpreted on real ranks over gloo; or ``compiled``: through ``torch.compile`` on them."""
+
+_COMPILED_DEADLINE_S: Final = 120.0
 
 
 class Judge(Protocol):
@@ -30,13 +32,13 @@ class Levels:
 
     Args:
         level: see ``Level``.
-        deadline_s: how long a case may take on real ranks.
+        deadline_s: how long a case may take on real ranks; by default longer where it is compiled.
         twin: for the law ``deterministic`` in lockstep; ended with the level.
     """
 
-    def __init__(self, level: Level, *, deadline_s: float = DEADLINE_S, twin: Twin | None = None) -> None:
+    def __init__(self, level: Level, *, deadline_s: float | None = None, twin: Twin | None = None) -> None:
         self.level = level
-        self.deadline_s = deadline_s
+        self.deadline_s = deadline_s or (_COMPILED_DEADLINE_S if level == "compiled" else DEADLINE_S)
         self._pools: dict[int, RankPool] = {}
         self._stack = ExitStack()
         self.twin = None if twin is None else self._stack.enter_context(twin)
@@ -56,4 +58,4 @@ class Levels:
             pool = RankPool(program.world_size, preload=PRELOAD, deadline_s=self.deadline_s)
             self._pools[program.world_size] = self._stack.enter_context(pool)
         with nullcontext() if clock is None else clock.phase("run"):
-            return check(program, subject, seed=seed, ranks=self._pools[program.world_size])
+            return check(program, subject, seed=seed, ranks=self._pools[program.world_size], is_compiled=self.level == "compiled")

@@ -8,7 +8,7 @@ run is held against lockstep's: where those two differ the harness does not know
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from harness.errors import Unsupported, WrongWorld
 from harness.executors.algebra import Field
@@ -24,7 +24,7 @@ from harness.spec.protocols import Subject
 from harness.spec.verdict import Reason, Verdict
 from harness.worker import PRELOAD, TRIAL, Answer, Form, Question, decode_answer, encode_form, encode_question
 
-__all__ = ["REAL_LAWS", "applies_reason", "check_on_ranks", "promised_laws", "undecided"]
+__all__ = ["REAL_LAWS", "answers_of", "applies_reason", "check_on_ranks", "evidence_of", "promised_laws", "undecided", "verdict_of"]
 
 _LEFT_TO_LOCKSTEP: Final = ("version_shared",)
 """What is only noted here: how version counters are shared on a transformed graph is not yet held against lockstep."""
@@ -122,6 +122,12 @@ def _failed(law: str, kind: str, message: str, num_fired: int, *, rank: int | No
 
 
 def _verdict(program: Program, subject: Subject, pool: RankPool, result: CaseResult, seed: int, laws: Mapping[str, Law]) -> Verdict:
+    answers = answers_of(result, pool)
+    return answers if isinstance(answers, Verdict) else _compared(program, subject, pool, answers, seed, laws)
+
+
+def answers_of(result: CaseResult, pool: RankPool) -> list[Answer] | Verdict:
+    """Each rank's answer, where the case ran to its end on every rank; else the verdict."""
     if result.fault is not None and result.fault.kind == "machine":
         return undecided("machine", result.fault.message)
     answers = {rank: decode_answer(payload) for rank, payload in enumerate(result.payloads) if payload}
@@ -132,8 +138,7 @@ def _verdict(program: Program, subject: Subject, pool: RankPool, result: CaseRes
         refusal = None if answer.failed is None else _refusal(answer.failed, pool)
         if refusal:
             return undecided("unsupported", refusal)
-    broken = _broken(answers, result.fault)
-    return _compared(program, subject, pool, list(answers.values()), seed, laws) if broken is None else broken
+    return _broken(answers, result.fault) or list(answers.values())
 
 
 def _refusal(form: Form, pool: RankPool) -> str | None:
@@ -174,7 +179,7 @@ def _broken(answers: Mapping[int, Answer], fault: Fault | None) -> Verdict | Non
 
 
 def _compared(program: Program, subject: Subject, pool: RankPool, answers: Sequence[Answer], seed: int, laws: Mapping[str, Law]) -> Verdict:
-    evidence = _evidence(program, subject, answers)
+    evidence = evidence_of(program, subject, answers)
     model = _lockstep(program, seed)
     judged = {name: law for name, law in laws.items() if name in REAL_LAWS}
     said = {name: law(evidence) for name, law in judged.items()}
@@ -183,26 +188,25 @@ def _compared(program: Program, subject: Subject, pool: RankPool, answers: Seque
         (again,) = pool.run("judge", [encode_question(_question(program, subject, seed, keep=True))])
         if again.fault is not None:
             return undecided("machine", f"the case did not run again: {again.fault.message}")
-        evidence = _evidence(program, subject, [decode_answer(p) for p in again.payloads if p is not None])
+        evidence = evidence_of(program, subject, [decode_answer(p) for p in again.payloads if p is not None])
         said = {name: law(evidence) for name, law in judged.items()}
         why = None if model is None else disagreement(program, model, evidence.before[0])
         if why is not None:
             return undecided("lockstep_differs", f"lockstep models this program otherwise than {pool.backend} runs it: {why}")
-    promised = promised_laws(subject, laws)
+    return verdict_of(said, promised_laws(subject, laws), max(a.num_fired for a in answers))
+
+
+def verdict_of(said: Mapping[str, Sequence[Reason]], promised: frozenset[str], num_fired: int) -> Verdict:
+    """What the laws said as a verdict: what the subject promised accuses it, the rest is noted."""
     binding = [(r, name in promised and r.kind not in _LEFT_TO_LOCKSTEP) for name, found in said.items() for r in found]
     reasons = tuple(r for r, binds in binding if binds)
     notes = tuple(r for r, binds in binding if not binds)
-    return Verdict(
-        "FAIL" if reasons else "PASS",
-        reasons,
-        strength=None if reasons else "tested",
-        num_fired=max(a.num_fired for a in answers),
-        notes=notes,
-        num_trials=1,
-    )
+    strength: Literal["tested"] | None = None if reasons else "tested"
+    return Verdict("FAIL" if reasons else "PASS", reasons, strength=strength, num_fired=num_fired, notes=notes, num_trials=1)
 
 
-def _evidence(program: Program, subject: Subject, answers: Sequence[Answer]) -> Evidence:
+def evidence_of(program: Program, subject: Subject, answers: Sequence[Answer]) -> Evidence:
+    """What all ranks saw, for the laws."""
     before = tuple(a.before for a in answers if a.before is not None)
     after = tuple(a.after or a.before for a in answers if a.before is not None)
     return Evidence(

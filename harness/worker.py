@@ -9,7 +9,7 @@ import hashlib
 import time
 import traceback
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +19,7 @@ from msgspec import Struct
 from torch.fx import GraphModule, Node
 
 from harness.errors import Unsupported
+from harness.executors.compiled import Compiler, run_compiled
 from harness.executors.inputs import clone, draw_concrete, trial_seed
 from harness.executors.ranks.groups import named_groups
 from harness.executors.ranks.rank import Context, TaskResult
@@ -34,7 +35,7 @@ from harness.spec.protocols import OptionValue, Subject
 from harness.spec.verdict import Reason
 from harness.subjects.registry import load_subject
 
-__all__ = ["PRELOAD", "TRIAL", "Answer", "Form", "Question", "bare", "decode_answer", "encode_form", "encode_question", "error_record", "judge", "outline", "outline_of", "probe"]
+__all__ = ["PRELOAD", "TRIAL", "Answer", "Form", "Question", "bare", "compiled", "decode_answer", "encode_form", "encode_question", "error_record", "judge", "outline", "outline_of", "probe"]
 
 PRELOAD: Final = ("harness.worker", "torch._dynamo")
 """What ranks import before they are forked: these tasks, and what torch's fake tensors import when the first graph is built."""
@@ -51,6 +52,8 @@ class Question(Struct, frozen=True):
         feature, subject, options: what to load.
         seed: of the inputs; the same as in lockstep.
         keep: send the tensors' bytes.
+        compiler: of the task ``compiled``.
+        with_pass: whether the compiler is to run the pass.
     """
 
     program: Program
@@ -59,6 +62,8 @@ class Question(Struct, frozen=True):
     options: dict[str, str | int | float | bool | None]
     seed: int = 0
     keep: bool = False
+    compiler: Compiler = "aot_eager"
+    with_pass: bool = True
 
 
 class Form(Struct, frozen=True):
@@ -226,6 +231,49 @@ def _judge(question: Question, context: Context) -> tuple[Answer, bool]:
         after = rewritten.run(again, lambda place: context.at(f"transformed: {place}"), keep=question.keep)
     failed = None if after.error is None else _form(rewritten, after.error)
     return Answer(before, None if after == before else after, applied.num_fired, failed=failed), after.error is None
+
+
+def compiled(payload: bytes, context: Context) -> TaskResult:
+    """Run the original program eagerly, then through ``torch.compile`` with the subject's pass inside."""
+    question = _QUESTIONS.decode(payload)
+    try:
+        answer, is_clean = _compiled(question, context)
+    except Unsupported as error:
+        answer, is_clean = Answer(unsupported=str(error)), False
+    return TaskResult(_ENCODER.encode(answer), is_clean)
+
+
+def _compiled(question: Question, context: Context) -> tuple[Answer, bool]:
+    program, rank = question.program, context.rank
+    subject = _subject(question.subject, question.feature, tuple(question.options.items()))
+    context.at("build")
+    gm = build(program, rank, infer_program(program))
+    original = RealGraph(gm, device=context.device)
+    inputs = _inputs(program, rank, question.seed)
+    own, again = (clone(inputs, program, context.device) for _ in range(2))
+    context.enter()
+    with named_groups(program.groups, rank):
+        before = original.run(own, lambda place: context.at(f"original: {place}"), keep=True)
+        if before.error is not None:
+            return Answer(before, failed=_form(original, before.error)), False
+        context.at("original: its end, where the other ranks are waited for")
+        context.meet()
+        run = run_compiled(
+            gm,
+            again,
+            compiler=question.compiler,
+            own_pass=partial(_applied, subject, rank) if question.with_pass else None,
+            switches=subject.switches,
+            at=lambda place: context.at(f"transformed: {place}"),
+        )
+    if run.in_pass is not None:
+        return Answer(before, num_fired=run.num_fired, applied=error_record(run.in_pass)), False
+    return Answer(before, run.outcome, run.num_fired), run.outcome.error is None
+
+
+def _applied(subject: Subject, rank: int, gm: GraphModule) -> tuple[GraphModule, int]:
+    applied = subject.apply(gm, rank)
+    return applied.graph, applied.num_fired
 
 
 def _form(graph: RealGraph, error: ErrorRecord) -> Form | None:

@@ -19,6 +19,7 @@ LAYERS = (
     {"report"},
     {"levels"},
     {"check", "ledger", "findings"},
+    {"on_compiler"},
     {"on_ranks", "twin"},
     {"worker"},
     {"subjects"},

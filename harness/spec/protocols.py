@@ -67,6 +67,10 @@ class Subject(Protocol):
     def focus(self) -> Mapping[str, Any]:
         """Arguments for the feature's strategy that draw programs on which this variant has something to do."""
 
+    @property
+    def switches(self) -> Mapping[str, Any] | None:
+        """Settings of ``torch._inductor.config`` that switch it on inside ``torch.compile``; None where it is to be given to Inductor as a custom pass."""
+
     def apply(self, gm: Any, rank: int) -> Applied:
         """Transform ``gm`` as rank ``rank``; may change it in place. Called inside a fake world of that rank."""
 

@@ -145,9 +145,23 @@ def _inductor(options: Mapping[str, OptionValue]) -> PassSubject:
         focus={"kinds": (*_PASSES[str(name)].kinds, *(k for k in _KINDS if k not in _PASSES[str(name)].kinds)), "mutation": "epilogue"},
         contract=functional_until_epilogue,
         make=_inductor,
+        switches=_switches(str(name), str(mode), cap),
         modules=("torch._inductor.fx_passes.post_grad", _BUCKETING, _FSDP),
         settings=settings,
     )
+
+
+def _switches(name: str, mode: str, cap_mb: float | None) -> Mapping[str, Any] | None:
+    """What in ``torch._inductor.config`` makes Inductor call this pass; None where it has no switch for it."""
+    if name == "fsdp_all_reduce":
+        return None
+    settings: dict[str, Any] = {}
+    for kind in _PIPELINE if name == "post_grad" else (name.removeprefix("fsdp_"),):
+        settings[f"bucket_{kind}s_fx"] = "only_fsdp" if name.startswith("fsdp_") else "all"
+        settings[f"bucket_{kind}s_fx_bucket_size_determinator"] = None if cap_mb is None else (lambda _index: cap_mb)
+        if kind != "all_reduce":
+            settings[f"bucket_{kind}s_bucket_mode"] = mode
+    return settings
 
 
 def _step(name: str, mode: str, cap_mb: float | None) -> Callable[[GraphModule], None]:

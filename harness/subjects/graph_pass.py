@@ -31,6 +31,7 @@ class PassSubject:
         views_may_copy: its graphs are for a compiler that lowers ``aten.view`` as a reshape.
         focus: arguments for the feature's strategy that draw programs on which the pass has something to do.
         contract: says why a program lies outside what the pass is documented to take, or None.
+        switches: settings of ``torch._inductor.config`` that switch the pass on inside ``torch.compile``; None where Inductor is to be given it as a custom pass.
         modules: what the pass imports when it is first called; real ranks import it before a case's time runs.
         make: gives this subject with other options.
     """
@@ -47,6 +48,7 @@ class PassSubject:
     contract: Callable[[Program], str | None] | None = None
     make: Callable[[Mapping[str, OptionValue]], PassSubject] | None = None
     settings: Sequence[Mapping[str, OptionValue]] = ()
+    switches: Mapping[str, Any] | None = None
     modules: tuple[str, ...] = ()
 
     def variants(self) -> tuple[PassSubject, ...]:

@@ -25,6 +25,7 @@ __all__ = ["TASKS", "Context", "TaskResult", "serve"]
 TASKS: Final = {
     "judge": "harness.worker:judge",
     "bare": "harness.worker:bare",
+    "compiled": "harness.worker:compiled",
     "outline": "harness.worker:outline",
     "probe": "harness.worker:probe",
 }
