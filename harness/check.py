@@ -17,7 +17,7 @@ from harness.errors import Unsupported
 from harness.executors.algebra import Field, error_bound, trials_needed
 from harness.executors.inputs import TrialKind, draw_inputs, fresh, trial_seed
 from harness.executors.lockstep import Lockstep
-from harness.executors.ranks.pool import RankPool
+from harness.executors.ranks import Pool
 from harness.graph import build_all, collectives, fake_world, module_of
 from harness.on_compiler import check_compiled
 from harness.on_ranks import applies_reason, check_on_ranks, promised_laws, undecided
@@ -77,7 +77,7 @@ def check(
     clock: Clock | None = None,
     laws: Mapping[str, Law] = BUCKETING_LAWS,
     skip_unchanged: bool = True,
-    ranks: RankPool | None = None,
+    ranks: Pool | None = None,
     is_compiled: bool = False,
     twin: Twin | None = None,
 ) -> Verdict:

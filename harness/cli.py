@@ -6,10 +6,11 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from harness.spec.program import Program
     from harness.spec.protocols import Subject
     from harness.spec.verdict import Finding, Reason, Verdict
+    from harness.twin import Twin
 
 __all__ = ["main"]
 
@@ -127,18 +129,56 @@ def features(as_json: bool) -> int:
     return JUDGED
 
 
+class _Where(NamedTuple):
+    """Where cases run, as the options say."""
+
+    level: Level
+    deadline_s: float | None
+    ranks: str | None
+
+    @property
+    def is_lockstep(self) -> bool:
+        return self.level == "lockstep" and self.ranks is None
+
+    @contextmanager
+    def open(self, twin: Twin | None = None) -> Iterator[Levels]:
+        """The levels, with ranks that torchrun started where an address is given."""
+        from harness.levels import Levels, default_deadline
+
+        if self.ranks is None:
+            with Levels(self.level, deadline_s=self.deadline_s, twin=twin) as levels:
+                yield levels
+            return
+        from harness.executors.ranks.mailbox import address_of, secret_from
+        from harness.executors.ranks.remote import RemotePool
+
+        level: Level = "compiled" if self.level == "compiled" else "passes"
+        deadline = self.deadline_s or default_deadline(level)
+        with RemotePool(*address_of(self.ranks), secret_from(), deadline_s=deadline) as pool, Levels(level, ranks=pool) as levels:
+            yield levels
+
+
 def _level_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    level = click.option(
-        "--level",
-        type=click.Choice(("lockstep", "passes", "compiled")),
-        default="lockstep",
-        show_default=True,
-        help="Where programs run: in lockstep; or on real ranks over gloo, the graphs themselves (passes) or through torch.compile (compiled).",
+    @functools.wraps(command)
+    def with_where(*args: Any, level: Level, deadline: float | None, ranks: str | None, **kwargs: Any) -> Any:
+        return command(*args, where=_Where(level, deadline, ranks), **kwargs)
+
+    options = (
+        click.option(
+            "--level",
+            type=click.Choice(("lockstep", "passes", "compiled")),
+            default="lockstep",
+            show_default=True,
+            help="Where programs run: in lockstep; or on real ranks, the graphs themselves (passes) or through torch.compile (compiled).",
+        ),
+        click.option(
+            "--deadline", type=click.FloatRange(min=0, min_open=True), help="Seconds a case may take on real ranks; 10, or 120 where it is compiled."
+        ),
+        click.option(
+            "--ranks", metavar="HOST:PORT", help="Listen here for ranks that torchrun started, instead of starting ranks; see docs/ranks.md."
+        ),
     )
-    deadline = click.option(
-        "--deadline", type=click.FloatRange(min=0, min_open=True), help="Seconds a case may take on real ranks; 10, or 120 where it is compiled."
-    )
-    return level(deadline(command))
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), with_where)
 
 
 @main.command()
@@ -161,8 +201,7 @@ def hunt(
     seed: int | None,
     world_size: int | None,
     out: Path,
-    level: Level,
-    deadline: float | None,
+    where: _Where,
     as_json: bool,
 ) -> int:
     """Draw programs, judge what a subject does to them, shrink and store what fails."""
@@ -180,7 +219,6 @@ def hunt(
 
     from harness.hunt import hunt as run
     from harness.ledger import load_ledger
-    from harness.levels import Levels
     from harness.twin import Twin
 
     output = _output(as_json)
@@ -192,16 +230,18 @@ def hunt(
     )
     amount = f"{cases} cases" if cases is not None else f"{limit:g} s"
     modules = tuple(name for found in loaded.values() for name in getattr(found, "modules", ()))
-    twin = Twin(modules, is_patient=False, one_in=_TWIN_ONE_IN) if level == "lockstep" else None
+    twin = Twin(modules, is_patient=False, one_in=_TWIN_ONE_IN) if where.is_lockstep else None
     output.line(f"hunting {', '.join(names)} of {subject}, torch {ledger.torch_version}, {amount}, seed {chosen}")
-    with output.progress(float(cases or limit or 0)) as bar, Levels(level, deadline_s=deadline, twin=twin) as levels:
+    with output.progress(float(cases or limit or 0)) as bar, where.open(twin) as levels:
+        if levels.world_size not in (None, world_size or levels.world_size):
+            raise click.UsageError(f"--world-size {world_size}, but torchrun started {levels.world_size} ranks")
         report = run(
             names,
             subject=loaded.__getitem__,
             seconds=limit,
             cases=cases,
             seed=chosen,
-            world_size=world_size,
+            world_size=levels.world_size or world_size,
             out=out,
             observer=_observer(output, bar, by_cases=cases is not None),
             ledger=ledger,
@@ -321,7 +361,7 @@ def _show_hunt(output: Output, report: HuntReport, seed: int, ledger: Ledger) ->
 @click.option("--subject", default="inductor", show_default=True, help="Whose passes to try; all their settings are.")
 @_level_options
 @_json_option
-def check(file: Path, feature: str, subject: str, level: Level, deadline: float | None, as_json: bool) -> int:
+def check(file: Path, feature: str, subject: str, where: _Where, as_json: bool) -> int:
     """Judge what a subject does to one program.
 
     FILE is a Program or a finding (.json), or Python (.py) with program(*tensors) and inputs(rank, world_size),
@@ -330,7 +370,6 @@ def check(file: Path, feature: str, subject: str, level: Level, deadline: float 
     from harness.casefile import read_case
     from harness.errors import Unsupported
     from harness.ledger import load_ledger
-    from harness.levels import Levels
     from harness.subjects.registry import load_subject
 
     output = _output(as_json)
@@ -340,7 +379,7 @@ def check(file: Path, feature: str, subject: str, level: Level, deadline: float 
         program = read_case(file)
     except Unsupported as error:
         return _undecided(output, f"{file}: {error}")
-    with Levels(level, deadline_s=deadline) as levels:
+    with where.open() as levels:
         rows: list[Row] = []
         for variant in loaded.variants():
             rows.append(_judge(program, variant, ledger, levels))
@@ -393,11 +432,10 @@ def _undecided(output: Output, reason: str) -> int:
 @click.option("--subject", help="Judge all settings of this subject, instead of the one that the finding names.")
 @_level_options
 @_json_option
-def replay(findings: tuple[Path, ...], subject: str | None, level: Level, deadline: float | None, as_json: bool) -> int:
+def replay(findings: tuple[Path, ...], subject: str | None, where: _Where, as_json: bool) -> int:
     """Judge stored findings again."""
     from harness.findings import load_finding
     from harness.ledger import load_ledger
-    from harness.levels import Levels
     from harness.report.console import Row
     from harness.twin import Twin
 
@@ -406,8 +444,8 @@ def replay(findings: tuple[Path, ...], subject: str | None, level: Level, deadli
     output = _output(as_json)
     ledger = load_ledger()
     rows: list[Row] = []
-    is_hashed = level == "lockstep" and any(finding.signature.law == "deterministic" for _, finding in loaded)
-    with Levels(level, deadline_s=deadline, twin=Twin() if is_hashed else None) as levels:
+    is_hashed = where.is_lockstep and any(finding.signature.law == "deterministic" for _, finding in loaded)
+    with where.open(Twin() if is_hashed else None) as levels:
         for (path, finding), variants in zip(loaded, subjects, strict=True):
             for variant in variants:
                 row = _judge(finding.program, variant, ledger, levels, seed=finding.seed)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from harness.errors import WrongWorld
 from harness.executors.compiled import COMPILERS, MODULES, Compiler
-from harness.executors.ranks.pool import RankPool
+from harness.executors.ranks import Pool
 from harness.on_ranks import answers_of, evidence_of, promised_laws, undecided, verdict_of
 from harness.oracles.evidence import Law
 from harness.spec.program import Program
@@ -30,7 +30,7 @@ COMPILED_LAWS: Final = frozenset({"runs", "equal_metadata", "equal_strides", "eq
 _SEVERITY: Final = {"FAIL": 0, "INCONCLUSIVE": 1, "PASS": 2}
 
 
-def check_compiled(program: Program, subject: Subject, pool: RankPool, *, seed: int = 0, laws: Mapping[str, Law]) -> Verdict:
+def check_compiled(program: Program, subject: Subject, pool: Pool, *, seed: int = 0, laws: Mapping[str, Law]) -> Verdict:
     """Judge what ``subject`` does to ``program`` inside ``torch.compile``.
 
     Args:
@@ -78,7 +78,7 @@ def _merged(found: Mapping[Compiler, Sequence[Reason]]) -> tuple[Reason, ...]:
     return tuple(replace(r, message=f"{' and '.join(compilers)}: {r.message}") for r, compilers in by_kind.values())
 
 
-def _judged(program: Program, subject: Subject, pool: RankPool, compiler: Compiler, seed: int, laws: Mapping[str, Law]) -> Verdict:
+def _judged(program: Program, subject: Subject, pool: Pool, compiler: Compiler, seed: int, laws: Mapping[str, Law]) -> Verdict:
     """One compiler's verdict; a failure stands where it is seen twice and the compiler alone does not show it."""
     verdict = _asked(program, subject, pool, compiler, seed, laws, with_pass=True)
     if verdict.status != "FAIL":
@@ -98,7 +98,7 @@ def _kinds(verdict: Verdict) -> set[tuple[str, str]]:
 
 
 def _asked(
-    program: Program, subject: Subject, pool: RankPool, compiler: Compiler, seed: int, laws: Mapping[str, Law], *, with_pass: bool
+    program: Program, subject: Subject, pool: Pool, compiler: Compiler, seed: int, laws: Mapping[str, Law], *, with_pass: bool
 ) -> Verdict:
     question = Question(
         program, subject.feature, subject.name, dict(subject.options), seed, keep=True, compiler=compiler, with_pass=with_pass

@@ -14,7 +14,7 @@ from harness.errors import Unsupported, WrongWorld
 from harness.executors.algebra import Field
 from harness.executors.inputs import draw_inputs, trial_seed
 from harness.executors.lockstep import Lockstep
-from harness.executors.ranks.pool import CaseResult, Fault, RankPool
+from harness.executors.ranks import CaseResult, Fault, Pool
 from harness.graph import build_all
 from harness.oracles.agreement import disagreement
 from harness.oracles.evidence import Evidence, Law
@@ -56,7 +56,7 @@ def promised_laws(subject: Subject, laws: Mapping[str, Law]) -> frozenset[str]:
 
 
 def check_on_ranks(
-    programs: Sequence[Program], subject: Subject, pool: RankPool, *, seed: int = 0, laws: Mapping[str, Law]
+    programs: Sequence[Program], subject: Subject, pool: Pool, *, seed: int = 0, laws: Mapping[str, Law]
 ) -> list[Verdict]:
     """Judge what ``subject`` does to each program on the ranks of ``pool``, in one batch.
 
@@ -89,7 +89,7 @@ def _is_crash(verdict: Verdict) -> bool:
     return any(reason.kind in _CRASHES for reason in verdict.reasons)
 
 
-def _confirmed(program: Program, subject: Subject, pool: RankPool, verdict: Verdict, seed: int, laws: Mapping[str, Law]) -> Verdict:
+def _confirmed(program: Program, subject: Subject, pool: Pool, verdict: Verdict, seed: int, laws: Mapping[str, Law]) -> Verdict:
     """The verdict, where new ranks crash or hang in the same way; a backend may do so by itself, and then nobody is accused."""
     (result,) = pool.run("judge", [encode_question(_question(program, subject, seed))])
     again = _verdict(program, subject, pool, result, seed, laws)
@@ -121,12 +121,12 @@ def _failed(law: str, kind: str, message: str, num_fired: int, *, rank: int | No
     return Verdict("FAIL", (reason,), num_fired=num_fired, num_trials=1)
 
 
-def _verdict(program: Program, subject: Subject, pool: RankPool, result: CaseResult, seed: int, laws: Mapping[str, Law]) -> Verdict:
+def _verdict(program: Program, subject: Subject, pool: Pool, result: CaseResult, seed: int, laws: Mapping[str, Law]) -> Verdict:
     answers = answers_of(result, pool)
     return answers if isinstance(answers, Verdict) else _compared(program, subject, pool, answers, seed, laws)
 
 
-def answers_of(result: CaseResult, pool: RankPool) -> list[Answer] | Verdict:
+def answers_of(result: CaseResult, pool: Pool) -> list[Answer] | Verdict:
     """Each rank's answer, where the case ran to its end on every rank; else the verdict."""
     if result.fault is not None and result.fault.kind == "machine":
         return undecided("machine", result.fault.message)
@@ -141,11 +141,13 @@ def answers_of(result: CaseResult, pool: RankPool) -> list[Answer] | Verdict:
     return _broken(answers, result.fault) or list(answers.values())
 
 
-def _refusal(form: Form, pool: RankPool) -> str | None:
+def _refusal(form: Form, pool: Pool) -> str | None:
     """What the backend says against a collective when it is tried alone; None where it takes it. Each form is tried once a pool."""
     key = encode_form(form)
     if key not in pool.refusals:
         (result,) = pool.run("probe", [key])
+        if result.fault is not None and result.fault.kind == "machine":
+            return None
         said = result.fault.message if result.fault is not None else next((p.decode(errors="replace") for p in result.payloads if p), "")
         pool.refusals[key] = said
     if not pool.refusals[key]:
@@ -178,7 +180,7 @@ def _broken(answers: Mapping[int, Answer], fault: Fault | None) -> Verdict | Non
     return undecided(fault.kind, f"the program itself does not run: {fault.message}", law="program_runs")
 
 
-def _compared(program: Program, subject: Subject, pool: RankPool, answers: Sequence[Answer], seed: int, laws: Mapping[str, Law]) -> Verdict:
+def _compared(program: Program, subject: Subject, pool: Pool, answers: Sequence[Answer], seed: int, laws: Mapping[str, Law]) -> Verdict:
     evidence = evidence_of(program, subject, answers)
     model = _lockstep(program, seed)
     judged = {name: law for name, law in laws.items() if name in REAL_LAWS}

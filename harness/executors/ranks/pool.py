@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol
 
 from harness.errors import HarnessError
 from harness.executors.ranks.board import Board, anonymous_file
 from harness.executors.ranks.messages import Case, Died, Done, Form, Formed, FromRank, FromServer, Peer, Preloaded, Run, Spawn, Spawned
 
-__all__ = ["CaseResult", "Fault", "PoolBroken", "RankPool", "RankState"]
+__all__ = ["CaseResult", "Fault", "Pool", "PoolBroken", "RankPool", "RankState"]
 
 DEADLINE_S: Final = 10.0
 """How long a case may take, from when the first rank began it."""
@@ -102,6 +102,26 @@ class CaseResult(NamedTuple):
 
     payloads: tuple[bytes | None, ...]
     fault: Fault | None = None
+
+
+class Pool(Protocol):
+    """Ranks that cases are run on; ``RankPool`` starts its own, ``remote.RemotePool`` has those that torchrun started."""
+
+    refusals: dict[bytes, str]
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+    @property
+    def backend(self) -> str:
+        """``gloo`` or ``nccl``."""
+
+    def ensure(self, modules: Iterable[str], /) -> None:
+        """See to it that the ranks import ``modules`` before they begin a case."""
+
+    def run(self, task: str, payloads: Sequence[bytes], /) -> list[CaseResult]:
+        """Do ``task`` for each payload on all ranks."""
 
 
 class _Rank:
@@ -219,7 +239,7 @@ class RankPool:
             self._preload += tuple(missing)
             self.close()
 
-    def run(self, task: str, payloads: Sequence[bytes], *, deadline_s: float | None = None) -> list[CaseResult]:
+    def run(self, task: str, payloads: Sequence[bytes]) -> list[CaseResult]:
         """Do ``task`` for each payload on all ranks.
 
         A case that hangs, dies or raises on some ranks only has a ``Fault``; the pool is made whole and goes on with the next.
@@ -227,7 +247,6 @@ class RankPool:
         Args:
             task: one of ``rank.TASKS``.
             payloads: one a case; each rank gets the same.
-            deadline_s: for each case, instead of the pool's own.
 
         Raises:
             PoolBroken: the ranks cannot be started.
@@ -240,7 +259,7 @@ class RankPool:
             self._number += len(left)
             message = Run(task, tuple(Case(first + i, payload) for i, payload in enumerate(left)))
             try:
-                results += _Batch(self, message, deadline_s or self.deadline_s).collect()
+                results += _Batch(self, message, self.deadline_s).collect()
             except BaseException:
                 self._end_ranks()
                 raise

@@ -20,7 +20,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from harness.executors.ranks.board import Board, Turnstile
 from harness.executors.ranks.messages import Case, Done, Form, Formed, Peer, Run, ToRank
 
-__all__ = ["TASKS", "Context", "TaskResult", "serve"]
+__all__ = ["TASKS", "Context", "Stopped", "TaskResult", "done_with", "serve"]
 
 TASKS: Final = {
     "judge": "harness.worker:judge",
@@ -51,7 +51,7 @@ class Context(NamedTuple):
     meet: Callable[[], None] = lambda: None
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Some rank did not take part in all collectives of the case before, so that this one cannot begin."""
 
 
@@ -127,15 +127,15 @@ def _run(message: Run, peer: Peer[Any], board: Board, turnstile: Turnstile, cont
 
     def enter(case: int) -> None:
         if not turnstile.enter(case, first):
-            raise _Stopped
+            raise Stopped
 
     for case in message.cases:
         number = case.number
         board.begin(number)
         own = context._replace(enter=partial(enter, number), meet=partial(turnstile.meet, number))
         try:
-            done = _done(message.task, case, own)
-        except _Stopped:
+            done = done_with(message.task, case, own)
+        except Stopped:
             return
         turnstile.done(number, stop=not done.is_clean)
         peer.send(done)
@@ -143,7 +143,12 @@ def _run(message: Run, peer: Peer[Any], board: Board, turnstile: Turnstile, cont
             return
 
 
-def _done(name: str, case: Case, context: Context) -> Done:
+def done_with(name: str, case: Case, context: Context) -> Done:
+    """Do one case.
+
+    Raises:
+        Stopped: some rank broke off the case before.
+    """
     try:
         result = _task(name)(case.payload, context)
     except Exception as error:
