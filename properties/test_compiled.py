@@ -43,11 +43,11 @@ def identity(gm: object) -> None:
 
 
 @pytest.mark.multirank(world_size=2)
-@pytest.mark.parametrize("name", ["reference", "inductor"])
+@pytest.mark.parametrize("name", ["inductor", pytest.param("reference", marks=pytest.mark.soak)])
 def test_bucketing_fires_inside_both_compilers(pool: RankPool, name: str) -> None:
     """Gathers are bucketed inside ``aot_eager`` and inside Inductor, and nothing else changes."""
-    verdict = judged(gathers(3), name, pool)
-    assert verdict.status == "PASS" and verdict.num_fired >= 2, verdict
+    verdict = judged(gathers(2), name, pool)
+    assert verdict.status == "PASS" and verdict.num_fired >= 1, verdict
 
 
 @pytest.mark.multirank(world_size=2)
@@ -66,18 +66,24 @@ def test_a_pass_that_does_nothing_is_vacuous(pool: RankPool) -> None:
 
 
 @pytest.mark.multirank(world_size=2)
-def test_known_faults_are_known_inside_the_compiler(pool: RankPool) -> None:
-    """Two faults of torch's passes end a compilation, or change its result, and are found in the ledger."""
-    ledger = load_ledger()
-    for case, options, fault in (
+@pytest.mark.parametrize(
+    ("case", "options", "fault"),
+    [
         ("duplicate_waits", {"pass": "all_gather", "mode": "default", "cap_mb": None}, "bucketing-single-user"),
-        ("bucketed_outputs_share_storage", {"pass": "all_reduce", "mode": "all", "cap_mb": None}, "bucketing-shared-storage"),
-    ):
-        program = read_case(CASES / f"{case}.py")
-        subject = load_subject("inductor", options=options)
-        verdict = check(program, subject, ranks=pool, is_compiled=True)
-        known = [ledger.match(signature) for _, signature in signatures(verdict, subject)]
-        assert verdict.status == "FAIL" and [k.id for k in known if k] == [fault] * len(known), verdict
+        pytest.param(
+            "bucketed_outputs_share_storage", {"pass": "all_reduce", "mode": "all", "cap_mb": None}, "bucketing-shared-storage", marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_known_faults_are_known_inside_the_compiler(
+    pool: RankPool, case: str, options: dict[str, str | int | float | bool | None], fault: str
+) -> None:
+    """Faults of torch's passes end a compilation, or change its result, and are found in the ledger."""
+    ledger = load_ledger()
+    subject = load_subject("inductor", options=options)
+    verdict = check(read_case(CASES / f"{case}.py"), subject, ranks=pool, is_compiled=True)
+    known = [ledger.match(signature) for _, signature in signatures(verdict, subject)]
+    assert verdict.status == "FAIL" and [k.id for k in known if k] == [fault] * len(known), verdict
 
 
 @pytest.mark.multirank(world_size=2)

@@ -50,7 +50,7 @@ def torchrun(controller: str, secret: str, rendezvous: int, folder: Path, node: 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemotePool]:
     folder, secret = tmp_path_factory.mktemp("nodes"), secrets.token_hex(16)
-    with RemotePool("127.0.0.1", 0, secret, deadline_s=5.0) as made:
+    with RemotePool("127.0.0.1", 0, secret, deadline_s=4.0) as made:
         host, port = made.address
         rendezvous = free_port()
         agents = [torchrun(f"{host}:{port}", secret, rendezvous, folder, node) for node in range(NUM_NODES)]
@@ -78,7 +78,7 @@ def test_two_nodes_judge_as_one_machine_does(pool: RemotePool) -> None:
 
 
 @pytest.mark.multirank(world_size=2)
-@pytest.mark.parametrize(("name", "kind"), [("die", "rank_died"), ("hang", "hang"), ("raise_on_one", "divergence")])
+@pytest.mark.parametrize(("name", "kind"), [("die", "rank_died"), ("hang", "hang"), pytest.param("raise_on_one", "divergence", marks=pytest.mark.soak)])
 def test_a_fault_is_what_it_was_and_the_ranks_come_back(pool: RemotePool, name: str, kind: str) -> None:
     """The case has its fault, with where each rank was; torchrun starts new ranks, and the next case runs."""
     before = pool.num_healed
