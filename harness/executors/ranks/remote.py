@@ -19,7 +19,7 @@ from harness.executors.ranks.mailbox import Mailbox, RemoteRanks
 from harness.executors.ranks.messages import Case, Done
 from harness.executors.ranks.pool import DEADLINE_S, CaseResult, Fault, PoolBroken, RankState
 
-__all__ = ["Abandon", "End", "Hello", "Join", "Order", "RemotePool", "Roster", "Seen", "names"]
+__all__ = ["Abandon", "End", "Hello", "Join", "Names", "Order", "RemotePool", "Roster", "Seen"]
 
 _START_S: Final = 120.0
 _GRACE_S: Final = 0.5
@@ -80,7 +80,7 @@ class Abandon(Struct, frozen=True):
     rank: int
 
 
-class names:
+class Names:
     """What the messages of one generation are called."""
 
     HELLO: Final = "hello"
@@ -204,9 +204,9 @@ class RemotePool:
 
     def close(self) -> None:
         """Tell the ranks to end, and wait until they have heard it; torchrun ends with them."""
-        self._mail.put(names.END, End())
+        self._mail.put(Names.END, End())
         if self._hello is not None:
-            self._all([names.gone(self._hello.generation, rank) for rank in range(self._hello.world_size)], _END_S)
+            self._all([Names.gone(self._hello.generation, rank) for rank in range(self._hello.world_size)], _END_S)
 
     def _ranks(self) -> Hello:
         if self._hello is None:
@@ -221,7 +221,7 @@ class RemotePool:
         return self._hello
 
     def _greeting(self) -> Hello | None:
-        hello = self._mail.take(names.HELLO, Hello)
+        hello = self._mail.take(Names.HELLO, Hello)
         return None if hello is None or hello.generation in self._abandoned else hello
 
     def _awaited(self, look: Callable[[], Hello | None], seconds: float) -> Hello | None:
@@ -239,7 +239,7 @@ class RemotePool:
         """These are not to be used any more; rank ``failing`` ends itself, unless one has ended already."""
         self._abandoned.add(ranks.generation)
         self._hello = None
-        self._mail.put(names.abandon(ranks.generation), Abandon(failing))
+        self._mail.put(Names.abandon(ranks.generation), Abandon(failing))
 
     def _order(self, task: str, payloads: Sequence[bytes]) -> list[CaseResult]:
         """Results up to a fault, or to a case that some rank broke off; none where the ranks were replaced before they began."""
@@ -248,8 +248,8 @@ class RemotePool:
         self._number += len(payloads)
         self._num_orders += 1
         order = Order(task, tuple(Case(first + i, payload) for i, payload in enumerate(payloads)), self._modules)
-        self._mail.put(names.order(generation, number), order)
-        begun = [names.begun(generation, number, rank) for rank in range(ranks.world_size)]
+        self._mail.put(Names.order(generation, number), order)
+        begun = [Names.begun(generation, number, rank) for rank in range(ranks.world_size)]
         results: list[CaseResult] = []
         end = time.monotonic() + self.start_s
         while not self._all(begun, _GRACE_S):
@@ -266,8 +266,8 @@ class RemotePool:
         done = range(first, first + len(results))
         if self._hello is ranks:
             ranks_all = range(ranks.world_size)
-            self._mail.drop([names.order(generation, number), *begun])
-            self._mail.drop(name(generation, case, rank) for name in (names.done, names.met) for case in done for rank in ranks_all)
+            self._mail.drop([Names.order(generation, number), *begun])
+            self._mail.drop(name(generation, case, rank) for name in (Names.done, Names.met) for case in done for rank in ranks_all)
         return results
 
     def _all(self, wanted: Sequence[str], seconds: float) -> bool:
@@ -283,7 +283,7 @@ class RemotePool:
     def _collected(self, ranks: Hello, case: int) -> tuple[CaseResult, bool]:
         """The result of one case, and whether the order goes on after it."""
         numbers = range(ranks.world_size)
-        wanted = [names.done(ranks.generation, case, rank) for rank in numbers]
+        wanted = [Names.done(ranks.generation, case, rank) for rank in numbers]
         end, is_cut = time.monotonic() + self.deadline_s, False
         here: dict[int, Done] = {}
         while not self._all(wanted, min(_GRACE_S, max(end - time.monotonic(), 0))):
@@ -303,15 +303,15 @@ class RemotePool:
 
     def _fault(self, ranks: Hello, case: int, here: dict[int, Done]) -> CaseResult:
         """What is seen of the ranks when a case's time is over: those that do not even say where they are have died."""
-        self._mail.put(names.look(ranks.generation), End())
+        self._mail.put(Names.look(ranks.generation), End())
         asked = [rank for rank in range(ranks.world_size) if rank not in here]
-        self._all([names.seen(ranks.generation, rank) for rank in asked], _STACK_S)
+        self._all([Names.seen(ranks.generation, rank) for rank in asked], _STACK_S)
         states = []
         for rank in range(ranks.world_size):
             if rank in here:
                 states.append(RankState(rank, "done" if here[rank].is_clean else "raised"))
                 continue
-            seen = self._mail.take(names.seen(ranks.generation, rank), Seen)
+            seen = self._mail.take(Names.seen(ranks.generation, rank), Seen)
             states.append(RankState(rank, "died") if seen is None else RankState(rank, "stuck", seen.place, seen.stack))
         said = "; ".join(state.describe() for state in states if state.status != "done")
         if any(state.status == "died" for state in states):

@@ -28,7 +28,7 @@ from harness.errors import HarnessError
 from harness.executors.ranks.mailbox import Mailbox, RemoteRanks, address_of, secret_from
 from harness.executors.ranks.messages import Done
 from harness.executors.ranks.rank import Context, Stopped, done_with
-from harness.executors.ranks.remote import Abandon, End, Hello, Join, Order, Roster, Seen, names
+from harness.executors.ranks.remote import Abandon, End, Hello, Join, Names, Order, Roster, Seen
 
 __all__ = ["main"]
 
@@ -58,10 +58,10 @@ class _Worker:
         number = 0
         rank = self.context.rank
         while True:
-            name, pause = names.order(self.generation, number), _PAUSE_S
+            name, pause = Names.order(self.generation, number), _PAUSE_S
             while not self.mail.has([name]):
-                if self.mail.take(names.END, End) is not None:
-                    self.mail.put(names.gone(self.generation, rank), End())
+                if self.mail.take(Names.END, End) is not None:
+                    self.mail.put(Names.gone(self.generation, rank), End())
                     return
                 time.sleep(pause)
                 pause = min(2 * pause, _MOST_PAUSE_S)
@@ -70,7 +70,7 @@ class _Worker:
                 raise RemoteRanks("an order was not written with the secret")
             for module in order.modules:
                 importlib.import_module(module)
-            self.mail.put(names.begun(self.generation, number, rank), End())
+            self.mail.put(Names.begun(self.generation, number, rank), End())
             self._run(order)
             number += 1
 
@@ -83,7 +83,7 @@ class _Worker:
                 done = done_with(order.task, case, own)
             except Stopped:
                 return
-            self.mail.put(names.done(self.generation, case.number, self.context.rank), done)
+            self.mail.put(Names.done(self.generation, case.number, self.context.rank), done)
             if not done.is_clean:
                 return
 
@@ -94,15 +94,15 @@ class _Worker:
         """Wait until all ranks have done the case before; a rank that broke it off ends the order."""
         if case == first:
             return
-        before = [names.done(self.generation, case - 1, rank) for rank in range(self.context.world_size)]
+        before = [Names.done(self.generation, case - 1, rank) for rank in range(self.context.world_size)]
         self._await(before)
         answers = [self.mail.take(name, Done) for name in before]
         if not all(answer is not None and answer.is_clean for answer in answers):
             raise Stopped
 
     def _meet(self, case: int) -> None:
-        self.mail.put(names.met(self.generation, case, self.context.rank), End())
-        self._await([names.met(self.generation, case, rank) for rank in range(self.context.world_size)])
+        self.mail.put(Names.met(self.generation, case, self.context.rank), End())
+        self._await([Names.met(self.generation, case, rank) for rank in range(self.context.world_size)])
 
     def _await(self, wanted: list[str]) -> None:
         pause = _PAUSE_S
@@ -115,12 +115,12 @@ class _Worker:
         told = False
         try:
             while not self.is_over.wait(_LOOK_S):
-                if not told and mail.take(names.look(self.generation), End) is not None:
+                if not told and mail.take(Names.look(self.generation), End) is not None:
                     frame = sys._current_frames().get(self.main_thread)
                     stack = "" if frame is None else "".join(reversed(traceback.format_stack(frame)))
-                    mail.put(names.seen(self.generation, self.context.rank), Seen(self.place, stack))
+                    mail.put(Names.seen(self.generation, self.context.rank), Seen(self.place, stack))
                     told = True
-                abandon = mail.take(names.abandon(self.generation), Abandon)
+                abandon = mail.take(Names.abandon(self.generation), Abandon)
                 if abandon is not None:
                     if abandon.rank != self.context.rank:
                         time.sleep(_LEFT_S)  # within which torchrun ends this rank for the other's sake
@@ -162,7 +162,7 @@ def _serve(address: tuple[str, int], secret: str, backend: str | None) -> None:
     watcher.start()
     try:
         if rank == 0:
-            mail.put(names.HELLO, Hello(worker.generation, world_size, backend))
+            mail.put(Names.HELLO, Hello(worker.generation, world_size, backend))
         worker.serve()
     except DistNetworkError:  # the controller is gone without a word
         pass
@@ -178,21 +178,21 @@ def _gathered(mail: Mailbox, rank: int, world_size: int) -> int:
     Torch's own way (``env://``) finds no partners here: it counts restarts by agent, and agents of several nodes count differently.
     """
     drawn, ranks = secrets.randbits(62), range(world_size)
-    mail.put(names.join(rank), Join(drawn))
+    mail.put(Names.join(rank), Join(drawn))
     roster: Roster | None = None
     end = time.monotonic() + _COME_S
     while time.monotonic() < end:
         if rank == 0:
-            joined = [mail.take(names.join(r), Join) for r in ranks]
+            joined = [mail.take(Names.join(r), Join) for r in ranks]
             there = tuple(j.drawn for j in joined if j is not None)
             if len(there) == world_size and (roster is None or roster.drawn != there):
                 roster = Roster(secrets.randbits(62), there)
-                mail.put(names.ROSTER, roster)
+                mail.put(Names.ROSTER, roster)
         else:
-            roster = mail.take(names.ROSTER, Roster)
+            roster = mail.take(Names.ROSTER, Roster)
         if roster is not None and len(roster.drawn) == world_size and roster.drawn[rank] == drawn:
-            mail.put(names.agreed(roster.generation, rank), End())
-            if mail.has([names.agreed(roster.generation, r) for r in ranks]):
+            mail.put(Names.agreed(roster.generation, rank), End())
+            if mail.has([Names.agreed(roster.generation, r) for r in ranks]):
                 return roster.generation
         time.sleep(_MOST_PAUSE_S)
     raise RemoteRanks(f"not all {world_size} ranks came within {_COME_S:g} s")

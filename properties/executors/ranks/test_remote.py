@@ -78,7 +78,7 @@ def test_two_nodes_judge_as_one_machine_does(pool: RemotePool) -> None:
 
 
 @pytest.mark.multirank(world_size=2)
-@pytest.mark.parametrize(("name", "kind"), [("die", "rank_died"), ("hang", "hang"), pytest.param("raise_on_one", "divergence", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("name", "kind"), [("hang", "hang"), pytest.param("die", "rank_died", marks=pytest.mark.soak), pytest.param("raise_on_one", "divergence", marks=pytest.mark.soak)])
 def test_a_fault_is_what_it_was_and_the_ranks_come_back(pool: RemotePool, name: str, kind: str) -> None:
     """The case has its fault, with where each rank was; torchrun starts new ranks, and the next case runs."""
     before = pool.num_healed
