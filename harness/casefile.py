@@ -62,7 +62,7 @@ def _traced(path: Path) -> Program:
     from harness.graph import trace
 
     with _blaming(path, "tracing program"):
-        return trace(program, _as_tuple(inputs), world_size)
+        return trace(program, _as_tuple(inputs), world_size, with_places=True)
 
 
 def _load(path: Path) -> ModuleType:

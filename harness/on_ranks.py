@@ -14,7 +14,7 @@ from harness.errors import Unsupported, WrongWorld
 from harness.executors.algebra import Field
 from harness.executors.inputs import draw_inputs, trial_seed
 from harness.executors.lockstep import Lockstep
-from harness.executors.ranks import CaseResult, Fault, Pool
+from harness.executors.ranks import CaseResult, Fault, Pool, RankState
 from harness.graph import build_all
 from harness.oracles.agreement import disagreement
 from harness.oracles.evidence import Evidence, Law
@@ -104,9 +104,9 @@ def _question(program: Program, subject: Subject, seed: int, *, keep: bool = Fal
     return Question(program, subject.feature, subject.name, dict(subject.options), seed, keep)
 
 
-def undecided(kind: str, message: str, *, law: str = "judged") -> Verdict:
+def undecided(kind: str, message: str, *, law: str = "judged", ranks: tuple[str, ...] = ()) -> Verdict:
     """INCONCLUSIVE, for one reason."""
-    return Verdict("INCONCLUSIVE", (Reason(law, "INCONCLUSIVE", kind, message),))
+    return Verdict("INCONCLUSIVE", (Reason(law, "INCONCLUSIVE", kind, message, ranks=ranks),))
 
 
 def applies_reason(error: ErrorRecord, rank: int) -> Reason:
@@ -116,8 +116,9 @@ def applies_reason(error: ErrorRecord, rank: int) -> Reason:
     return Reason("applies", "FAIL", error.type, message, rank=rank, node=error.node, expected="no error", seen=error.message or error.node)
 
 
-def _failed(law: str, kind: str, message: str, num_fired: int, *, rank: int | None = None, node: str | None = None, seen: str = "") -> Verdict:
-    reason = Reason(law, "FAIL", kind, message, rank=rank, node=node, expected="no error", seen=seen or message)
+def _failed(law: str, fault: Fault, message: str, num_fired: int, *, at: RankState, node: str | None = None) -> Verdict:
+    ranks = tuple(state.report() for state in fault.ranks)
+    reason = Reason(law, "FAIL", fault.kind, message, rank=at.rank, node=node, expected="no error", seen=fault.kind, ranks=ranks)
     return Verdict("FAIL", (reason,), num_fired=num_fired, num_trials=1)
 
 
@@ -173,11 +174,12 @@ def _broken(answers: Mapping[int, Answer], fault: Fault | None) -> Verdict | Non
         return None
     decisive = next(found for status in ("died", "raised", "stuck") if (found := [s for s in fault.ranks if s.status == status]))
     if any(s.place.startswith("pass") for s in decisive):
-        return _failed("applies", fault.kind, f"while the pass was applied: {fault.message}", num_fired, rank=decisive[0].rank, seen=fault.kind)
+        return _failed("applies", fault, f"while the pass was applied: {fault.message}", num_fired, at=decisive[0])
     if all(s.place.startswith("transformed") for s in decisive):
-        at = decisive[0]
-        return _failed("runs", fault.kind, fault.message, max(num_fired, 1), rank=at.rank, node=at.place.partition(": ")[2], seen=fault.kind)
-    return undecided(fault.kind, f"the program itself does not run: {fault.message}", law="program_runs")
+        node = decisive[0].place.partition(": ")[2].partition(",")[0]
+        return _failed("runs", fault, fault.message, max(num_fired, 1), at=decisive[0], node=node)
+    message, ranks = f"the program itself does not run: {fault.message}", tuple(state.report() for state in fault.ranks)
+    return undecided(fault.kind, message, law="program_runs", ranks=ranks)
 
 
 def _compared(program: Program, subject: Subject, pool: Pool, answers: Sequence[Answer], seed: int, laws: Mapping[str, Law]) -> Verdict:

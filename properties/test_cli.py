@@ -85,6 +85,39 @@ def case(tmp_path: Path) -> Path:
     return path
 
 
+SKIPS = """
+import torch
+import torch.distributed as dist
+
+ops = torch.ops._c10d_functional
+
+
+def reduced(x):
+    return ops.wait_tensor(ops.all_reduce(x, "sum", dist.group.WORLD.group_name))
+
+
+def program(small, large):
+    small = reduced(small)
+    if dist.get_rank() != 1:
+        large = reduced(large)
+    return small, large + 1
+
+
+def inputs(rank, world_size):
+    return torch.ones(4) + rank, torch.ones(64)
+"""
+
+
+@pytest.mark.parametrize(("level", "kind"), [("lockstep", "deadlock"), ("passes", "hang")])
+def test_a_skipped_collective_is_shown_with_its_line(level: str, kind: str, tmp_path: Path) -> None:
+    """A case one rank of which skips a collective: the ranks, the collective, and the line of the file are told, and no pass is accused."""
+    (tmp_path / "skips.py").write_text(SKIPS)
+    result = _run("check", tmp_path / "skips.py", "--subject", "reference", "--level", level, "--deadline", "3")
+    assert result.exit_code == 3 and f"({kind})" in result.stdout, result.stdout
+    assert "wait_tensor_1, skips.py:9" in result.stdout and "rank 0" in result.stdout
+    assert level == "lockstep" or "real.py" in result.stdout
+
+
 def test_import_and_help_need_no_torch() -> None:
     """Neither `import harness`, `harness --help` nor `harness features` imports torch."""
     code = """

@@ -164,7 +164,7 @@ class Lockstep:
         stuck = [rank for rank in ranks if not rank.done]
         missing = [slot for queue in queues.values() for slot in queue if len(slot) < len(slot[0].place.members)]
         if stuck:
-            waits = [f"rank {r.number} waits at {r.waiting_at} for {r.waiting_for}" for r in stuck]
+            waits = [f"rank {r.number} waits at {r.waiting_where} for {r.waiting_for}" for r in stuck]
             lacking = [
                 f"{slot[0].describe()} lacks ranks {sorted(set(slot[0].place.members) - {s.rank for s in slot})}" for slot in missing
             ]
@@ -196,6 +196,7 @@ class _Started:
 
     rank: int
     node: str
+    where: str
     kind: str
     group: str
     reduce_op: str | None
@@ -210,7 +211,7 @@ class _Started:
     def describe(self) -> str:
         op = f" {self.reduce_op}" if self.reduce_op else ""
         sizes = ", ".join(f"{dtype_name(t.dtype)}{list(t.shape)}" for t in self.inputs)
-        return f"{self.kind}{op} of {sizes} on group {self.group!r} ({self.node})"
+        return f"{self.kind}{op} of {sizes} on group {self.group!r} ({self.where})"
 
 
 class _Rank:
@@ -232,6 +233,7 @@ class _Rank:
         self.watch: Watch | None = Watch() if watch else None
         self.has_void = False
         self.waiting_at: str | None = None
+        self.waiting_where = ""
         self.waiting_for = ""
 
     def fail(self, error: ErrorRecord) -> None:
@@ -361,7 +363,7 @@ class _Rank:
             if self.watch is not None:
                 self._poison(outputs, output_halves)
         started = _Started(
-            self.number, instruction.name, spec.kind, group, reduce_op, inputs, input_halves, outputs, output_halves, extra
+            self.number, instruction.name, instruction.where, spec.kind, group, reduce_op, inputs, input_halves, outputs, output_halves, extra
         )
         for output in outputs:
             self.pending[output.untyped_storage()._cdata] = started
@@ -398,8 +400,8 @@ class _Rank:
         storage = value.untyped_storage()._cdata
         started = self.pending.get(storage)
         if started is not None and not started.complete:
-            self.waiting_at = instruction.name
-            self.waiting_for = f"{started.kind} on group {started.group!r} ({started.node})"
+            self.waiting_at, self.waiting_where = instruction.name, instruction.where
+            self.waiting_for = f"{started.kind} on group {started.group!r} ({started.where})"
             return False
         if self.watch is not None:
             self.watch.wait(storage)

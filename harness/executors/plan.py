@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from harness.errors import Unsupported
 from harness.executors.field_rules import RULES, Rule, dtype_name
-from harness.graph import target_name
+from harness.graph import node_place, target_name
 from harness.ops import TABLE, CollectiveSpec
 from harness.spec.dtypes import represents
 
@@ -60,11 +60,12 @@ _CONTROL: Final = frozenset(
 
 
 class Instruction(NamedTuple):
-    """One node; ``is_new`` where its result is neither a view nor written in place. ``fills`` puts slots into ``args``; ``list_fills`` into lists among them; ``kw_fills`` into ``kwargs``."""
+    """One node; ``where`` is its name and source line; ``is_new`` where its result is neither a view nor written in place. ``fills`` puts slots into ``args``; ``list_fills`` into lists among them; ``kw_fills`` into ``kwargs``."""
 
     code: int
     slot: int
     name: str
+    where: str
     target: str
     fn: Callable[..., Any]
     args: list[Any]
@@ -218,7 +219,7 @@ def _instruction(node: Node, slots: dict[Node, int]) -> Instruction:
         assert isinstance(source, Node)
         fill = ((0, slots[source]),)
         return Instruction(
-            GET, len(slots), node.name, "getitem", operator.getitem, [None, index], {}, fill, (), (), None, True, False, False, (), (), None
+            GET, len(slots), node.name, node.name, "getitem", operator.getitem, [None, index], {}, fill, (), (), None, True, False, False, (), (), None
         )
     target = target_name(node)
     spec = TABLE.get(target)
@@ -249,6 +250,7 @@ def _instruction(node: Node, slots: dict[Node, int]) -> Instruction:
         code,
         len(slots),
         node.name,
+        node_place(node),
         target,
         fn,
         args,

@@ -96,6 +96,12 @@ def target_name(node: Node) -> str:
     return found[1]
 
 
+def node_place(node: Node) -> str:
+    """A node's name, and where it is known the line of the source that it was traced from: ``wait_tensor_1, case.py:11``."""
+    place = node.meta.get("place")
+    return node.name if place is None else f"{node.name}, {place}"
+
+
 def tensor_meta(value: Tensor) -> TensorMeta:
     """The metadata of a tensor; ``storage`` is an identity that holds while the tensor lives."""
     return TensorMeta(

@@ -187,6 +187,8 @@ class _Builder:
         for key, value in _factory_options(op.target).items():
             kwargs.setdefault(key, value)
         node = _call(self.graph, target, op.target, args, kwargs)
+        if op.place is not None:
+            node.meta["place"] = op.place
         self.nodes[number, None] = node
         bases = {} if TABLE[op.target].kind == "wait" else self._operands(op)
         if isinstance(meta, TensorMeta):

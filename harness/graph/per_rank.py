@@ -47,7 +47,7 @@ def rank_metas(program: Program, rank: int) -> list[Any]:
             continue
         path = f"$.ops[{i}]"
         args = tuple(_seen(arg, rank, numbers, own, path) for arg in op.args)
-        ops.append(Op(op.target, args, {k: _seen(v, rank, numbers, own, path) for k, v in op.kwargs.items()}))
+        ops.append(Op(op.target, args, {k: _seen(v, rank, numbers, own, path) for k, v in op.kwargs.items()}, place=op.place))
         numbers[len(program.inputs) + i] = len(program.inputs) + len(kept)
         kept.append(i)
     try:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -126,7 +127,7 @@ class _Fold:
             assert spec is not None
             args = list(result[i].args)
             args[spec.group] = GroupArg(names[number])
-            result[i] = Op(result[i].target, tuple(args), result[i].kwargs, result[i].ranks)
+            result[i] = replace(result[i], args=tuple(args))
         return result
 
     def _agreeing(self, statements: Mapping[int, _Statement]) -> list[dict[int, _Statement]]:
@@ -167,7 +168,8 @@ class _Fold:
         if group is not None:
             self._group_numbers[len(self.ops)] = group
         everyone = len(ranks) == len(self.ranks)
-        ref = self._append(Op(first.target, args, kwargs, None if everyone else tuple(ranks)), first.node.name)
+        op = Op(first.target, args, kwargs, None if everyone else tuple(ranks), first.node.meta.get("place"))
+        ref = self._append(op, first.node.name)
         for rank, statement in members.items():
             self.ranks[rank].refs[statement.node] = ref
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.errors import Unsupported
 from harness.graph.align import align
@@ -25,10 +29,11 @@ from harness.spec.program import Program
 __all__ = ["trace"]
 
 _LIFTS = frozenset({"aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
+_PLACE = "harness.place"
 _DETACHES = frozenset({"aten.detach.default", "aten.alias.default"})
 
 
-def trace(function: Callable[..., Any], inputs: Callable[[int, int], Sequence[Tensor]], world_size: int) -> Program:
+def trace(function: Callable[..., Any], inputs: Callable[[int, int], Sequence[Tensor]], world_size: int, *, with_places: bool = False) -> Program:
     """The Program of a Python function, traced once a rank in a fake world of that rank.
 
     The graph is what the function says in aten, in-place operators as they are; the function may ask
@@ -39,6 +44,7 @@ def trace(function: Callable[..., Any], inputs: Callable[[int, int], Sequence[Te
         function: takes tensors, returns tensors, None, or tuples, lists or dicts of them.
         inputs: gives the tensors of ``(rank, world_size)``; their values become the Program's data.
         world_size: the number of ranks.
+        with_places: give each op the line of ``function``'s file that it comes from, see ``Op.place``.
 
     Raises:
         Unsupported: an operator that is not in the table, with its node; inputs that are no plain strided tensors or
@@ -54,7 +60,7 @@ def trace(function: Callable[..., Any], inputs: Callable[[int, int], Sequence[Te
         with fake_world(world_size, rank):
             given = list(inputs(rank, world_size))
             _require_plain(given, rank)
-            gm = _traced(function, given)
+            gm = _traced(_placing(function) if with_places else function, given)
             for name in _group_names(gm):
                 ranks = group_ranks(name)
                 if ranks is not None:
@@ -81,14 +87,43 @@ def _traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModu
     missing = options.keys() - inspect.signature(make_fx).parameters.keys()
     if missing:
         raise Unsupported("make_fx", None, f"that of torch {torch.__version__} has no {', '.join(sorted(missing))}")
+    annotations = private("torch.fx.traceback", "preserve_node_meta")
     unknown = private("torch.fx.experimental.symbolic_shapes", "GuardOnDataDependentSymNode")
     try:
-        with _untraced_meshes():
+        with _untraced_meshes(), annotations():
             gm: GraphModule = make_fx(function, **options)(*inputs)
     except unknown as error:
         reason = "tracing knows no values; what init_device_mesh makes must be made before, by inputs"
         raise Unsupported("a number read from a tensor", None, f"{str(error).splitlines()[0]} ({reason})") from error
+    for node in gm.graph.nodes:
+        if place := node.meta.get("custom", {}).get(_PLACE):
+            node.meta["place"] = place
     return gm
+
+
+def _placing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose every operator is annotated with the line of ``function``'s own file that called it, or that called what called it."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return function
+    file, annotate = code.co_filename, private("torch.fx.traceback", "annotate")
+
+    class Lines(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename != file:
+                frame = frame.f_back
+            if frame is None:
+                return func(*args, **(kwargs or {}))
+            with annotate({_PLACE: f"{os.path.basename(file)}:{frame.f_lineno}"}):
+                return func(*args, **(kwargs or {}))
+
+    @wraps(function)
+    def placing(*args: Any) -> Any:
+        with Lines():
+            return function(*args)
+
+    return placing
 
 
 @contextmanager

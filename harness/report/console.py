@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -118,15 +120,17 @@ class Output:
                 for row in rows
             ],
         )
-        said: dict[tuple[Reason, ...], list[str]] = {}
+        said: dict[tuple[Reason, ...], list[Row]] = {}
         for row in rows:
             if row.verdict.reasons:
-                said.setdefault(row.verdict.reasons, []).append(row.variant)
-        for reasons, variants in said.items():
+                said.setdefault(tuple(replace(r, ranks=()) for r in row.verdict.reasons), []).append(row)
+        for alike in said.values():
             self.line()
-            self.line(_listed(variants), style="bold")
-            for reason in reasons:
+            self.line(_listed([row.variant for row in alike]), style="bold")
+            for reason in alike[0].verdict.reasons:
                 self.line("  " + reason_line(reason), style="red" if reason.status == "FAIL" else "yellow")
+                for rank in reason.ranks:
+                    self.line(indent(rank, "    "))
 
     def progress(self, total: float) -> Bar:
         """A bar where a person watches, plain lines elsewhere, nothing with JSON."""

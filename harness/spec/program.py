@@ -122,13 +122,17 @@ class Group(Struct, frozen=True):
 class Op(Struct, frozen=True, omit_defaults=True):
     """One statement: an overload by its full name, such as ``aten.add.Tensor``, with its arguments.
 
-    ``ranks``: None, or in a divergent Program the only ranks that run it.
+    Attributes:
+        target, args, kwargs: of the call.
+        ranks: None, or in a divergent Program the only ranks that run it.
+        place: where it stands in the Python that it was traced from, as ``case.py:11``; only messages tell it.
     """
 
     target: str
     args: tuple[Arg, ...] = ()
     kwargs: dict[str, Arg] = {}
     ranks: tuple[int, ...] | None = None
+    place: str | None = None
 
 
 class Program(Struct, frozen=True):
@@ -162,6 +166,8 @@ class Limits(Struct, frozen=True):
 
 
 LIMITS: Final = Limits()
+
+_MOST_PLACE: Final = 256
 
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _DECODER = msgspec.json.Decoder(Program)
@@ -319,6 +325,8 @@ def _op_faults(program: Program, op: Op, number: int, names: set[str], path: str
             yield f"{path}.ranks", "only a divergent program has ops that only some ranks run"
         elif not op.ranks or not set(op.ranks) <= set(range(program.world_size)):
             yield f"{path}.ranks", f"{list(op.ranks)}; must be ranks from 0 to {program.world_size - 1}"
+    if op.place is not None and not (len(op.place) <= _MOST_PLACE and op.place.isprintable()):
+        yield f"{path}.place", f"{op.place[:40]!r}; must be one line of at most {_MOST_PLACE} characters"
     places = [(f"{path}.args[{j}]", arg) for j, arg in enumerate(op.args)]
     places += [(f"{path}.kwargs.{key}", arg) for key, arg in op.kwargs.items()]
     for place, arg in places:

@@ -43,6 +43,7 @@ class Reason(Struct, frozen=True, omit_defaults=True):
         rank, node, index: where.
         expected, seen, allowed: what was expected, what was seen, what would have been allowed.
         detail: what else parts this fault from others of its law and kind, for the signature.
+        ranks: of a case that did not run to its end: how each rank was found, with its Python stack and what it wrote.
     """
 
     law: str
@@ -56,6 +57,7 @@ class Reason(Struct, frozen=True, omit_defaults=True):
     seen: str | None = None
     allowed: str | None = None
     detail: str = ""
+    ranks: tuple[str, ...] = ()
 
 
 class Signature(Struct, frozen=True, order=True):

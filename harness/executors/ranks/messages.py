@@ -35,7 +35,7 @@ _CHUNK: Final = 1 << 20
 
 
 class Spawn(Struct, tag=True, frozen=True):
-    """To the server, with five files: fork a process for ``rank``. The files are its socket, output, stacks, board and turnstile."""
+    """To the server, with six files: fork a process for ``rank``. The files are its socket, output, stacks, flight, board and turnstile."""
 
     rank: int
 

@@ -34,6 +34,8 @@ _END_S: Final = 10.0
 _BACKEND_S: Final = 1800.0
 _TICK_S: Final = 0.5
 _STACK_S: Final = 0.5
+_FLIGHT_ENTRIES: Final = 2000
+_MOST_FLIGHT_BYTES: Final = 1 << 16
 _BUSY: Final = 0.5
 _LOOKS: Final = 10
 _LOOK_S: Final = 0.01
@@ -58,6 +60,7 @@ class RankState(NamedTuple):
         place: what its board said, as ``transformed: wait_tensor_1``.
         stack: the Python stacks of a stuck rank, innermost frame first.
         output: the last lines that it wrote to its standard output and error.
+        flight: of a stuck rank: the collectives that torch's flight recorder has as not complete, as JSON; empty where it records none.
         exit_code, signal: how it died.
     """
 
@@ -68,6 +71,7 @@ class RankState(NamedTuple):
     output: str = ""
     exit_code: int | None = None
     signal: int | None = None
+    flight: str = ""
 
     def describe(self) -> str:
         """One clause for a message."""
@@ -76,6 +80,11 @@ class RankState(NamedTuple):
             return f"rank {self.rank} {'is ' if self.status != 'raised' else ''}{self.status}{where}"
         how = f"signal {self.signal} ({signal.Signals(self.signal).name})" if self.signal else f"exit status {self.exit_code}"
         return f"rank {self.rank} died{where} by {how}"
+
+    def report(self) -> str:
+        """All that is known of it, in several lines."""
+        parts = (("", self.stack), ("it wrote:\n", self.output), ("flight recorder: ", self.flight))
+        return "\n".join([self.describe(), *(head + text for head, text in parts if text)])
 
 
 class Fault(NamedTuple):
@@ -127,13 +136,14 @@ class Pool(Protocol):
 class _Rank:
     """One process, as the controller sees it."""
 
-    def __init__(self, number: int, pid: int, peer: Peer[FromRank], output: int, stacks: int, board: Board) -> None:
+    def __init__(self, number: int, pid: int, peer: Peer[FromRank], output: int, stacks: int, flight: int, board: Board) -> None:
         self.number = number
         self.pid = pid
         self.handle = os.pidfd_open(pid)
         self.peer = peer
         self.output = output
         self.stacks = stacks
+        self.flight = flight
         self.board = board
         self.is_gone = False
         self.died: Died | None = None
@@ -141,7 +151,7 @@ class _Rank:
 
     def close(self) -> None:
         self.peer.close()
-        for file in (self.handle, self.output, self.stacks):
+        for file in (self.handle, self.output, self.stacks, self.flight):
             os.close(file)
 
 
@@ -288,6 +298,8 @@ class RankPool:
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         environment.setdefault("OMP_NUM_THREADS", "1")
+        if self.backend == "nccl":
+            environment.setdefault("TORCH_FR_BUFFER_SIZE", str(_FLIGHT_ENTRIES))
         if self.hash_seed is not None:
             environment["PYTHONHASHSEED"] = str(self.hash_seed)
         command = [sys.executable, "-m", "harness.executors.ranks.server", str(theirs.fileno()), str(self._folder), *self._preload]
@@ -308,24 +320,24 @@ class RankPool:
     def _spawn(self, number: int, turnstile: int) -> _Rank:
         assert self._server_peer is not None
         ours, theirs = socket.socketpair()
-        output, stacks, board = (anonymous_file(f"{name}-{number}") for name in ("output", "stacks", "board"))
+        output, stacks, flight, board = (anonymous_file(f"{name}-{number}") for name in ("output", "stacks", "flight", "board"))
         own_board = Board(board)
         try:
             fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
-            self._send(Spawn(number), (theirs.fileno(), output, stacks, board, turnstile))
+            self._send(Spawn(number), (theirs.fileno(), output, stacks, flight, board, turnstile))
             self._wait(lambda: number in self._spawned, _START_S, f"rank {number} did not start")
             spawned = self._spawned.pop(number)
             if spawned.error is not None:
                 raise PoolBroken(f"rank {number} cannot be started: {spawned.error}")
         except BaseException:
             ours.close()
-            os.close(output)
-            os.close(stacks)
+            for file in (output, stacks, flight):
+                os.close(file)
             raise
         finally:
             theirs.close()
             os.close(board)
-        rank = _Rank(number, spawned.pid, Peer(ours, FromRank), output, stacks, own_board)
+        rank = _Rank(number, spawned.pid, Peer(ours, FromRank), output, stacks, flight, own_board)
         self._selector.register(ours, selectors.EVENT_READ, rank)
         return rank
 
@@ -347,9 +359,8 @@ class RankPool:
         assert self._folder is not None
         store = self._folder / f"store-{self._generation}"
         for rank in self._ranks:
-            rank.peer.send(
-                Form(rank.number, self.world_size, str(store), self.backend, self.devices[rank.number], _BACKEND_S)
-            )
+            with suppress(OSError):  # of a rank that died, which is seen below
+                rank.peer.send(Form(rank.number, self.world_size, str(store), self.backend, self.devices[rank.number], _BACKEND_S))
         formed: dict[int, Formed] = {}
 
         def is_formed() -> bool:
@@ -546,12 +557,15 @@ def _state(rank: _Rank, case: int, here: dict[int, Done], stacks: dict[int, str]
     if rank.is_gone:
         died = rank.died or Died(rank.pid, None, None)
         return RankState(rank.number, "died", place, "", output, died.exit_code, died.signal)
-    return RankState(rank.number, "stuck", place, stacks.get(rank.number, ""), output)
+    flight = os.pread(rank.flight, _MOST_FLIGHT_BYTES, 0).decode(errors="replace").strip("\0\n ")
+    return RankState(rank.number, "stuck", place, stacks.get(rank.number, ""), output, flight=flight)
 
 
 def _stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
-    """The Python stacks of these ranks, also of those that are blocked in a collective."""
+    """The Python stacks of these ranks, also of those that are blocked in a collective; their flight recorders are written out too."""
     for rank in ranks:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(rank.handle, signal.SIGUSR2)
         os.ftruncate(rank.stacks, 0)
         os.lseek(rank.stacks, 0, os.SEEK_SET)
         with suppress(ProcessLookupError):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import os
 import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,6 +32,10 @@ TASKS: Final = {
     "probe": "harness.worker:probe",
 }
 """The tasks that a controller may ask for, by name."""
+
+
+_FLIGHT: Final = ("collective_seq_id", "profiling_name", "state", "process_group", "input_sizes", "input_dtypes")
+"""What is kept of an entry of the flight recorder."""
 
 
 class Context(NamedTuple):
@@ -65,16 +71,20 @@ class TaskResult(NamedTuple):
 Task = Callable[[bytes, Context], TaskResult]
 
 
-def serve(sock: socket.socket, *, stacks: int, board: int, turnstile: int) -> None:
+def serve(sock: socket.socket, *, stacks: int, flight: int, board: int, turnstile: int) -> None:
     """Do what the controller says, until it is gone.
 
     Args:
         sock: to the controller.
         stacks: an open file that the Python stacks of all threads are written to when SIGUSR1 arrives, also while a collective blocks.
+        flight: an open file that the collectives under way are written to when SIGUSR2 arrives, where torch's flight recorder is on.
         board, turnstile: open files for these.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2,))
+    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") != "0":
+        threading.Thread(target=_dump_flight, args=(flight,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     own_board = Board(board)
@@ -90,6 +100,18 @@ def serve(sock: socket.socket, *, stacks: int, board: int, turnstile: int) -> No
         else:
             assert context is not None and stile is not None
             _run(message, peer, own_board, stile, context)
+
+
+def _dump_flight(file: int) -> None:
+    """At each SIGUSR2: what torch's flight recorder has of collectives that are not complete, as JSON."""
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    while dump is not None:
+        signal.sigwait((signal.SIGUSR2,))
+        entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps([{key: entry.get(key) for key in _FLIGHT} for entry in entries]).encode(), 0)
 
 
 def _form(message: Form) -> Formed:

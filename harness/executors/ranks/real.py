@@ -15,7 +15,7 @@ from harness.errors import Unsupported
 from harness.executors.field_rules import dtype_name
 from harness.executors.plan import QUICK, positional
 from harness.executors.record import record
-from harness.graph import resolve, start_of, target_name
+from harness.graph import node_place, resolve, start_of, target_name
 from harness.graph.analysis import WAIT
 from harness.ops import TABLE, CollectiveSpec
 from harness.spec.outcome import CollectiveRecord, ErrorRecord, RankOutcome
@@ -90,10 +90,10 @@ class RealGraph:
                     bound = map_arg(args, values.__getitem__)
                     named = map_arg(kwargs, values.__getitem__) if kwargs else kwargs
                     if step.collective is not None:
-                        at(node.name)
+                        at(node_place(node))
                         issued.append(_issued(node.name, step.collective, bound))
                     elif step.is_wait:
-                        at(node.name)
+                        at(node_place(node))
                     result = step.fn(*bound, **named)
                     if step.collective is not None:
                         started[node.name] = list(result) if isinstance(result, (list, tuple)) else [result]

@@ -23,7 +23,7 @@ from harness.executors.ranks.messages import Died, Peer, Preloaded, Spawn, Spawn
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG: Final = 1
-_NUM_FILES: Final = 5
+_NUM_FILES: Final = 6
 
 
 def main(arguments: list[str]) -> int:
@@ -109,7 +109,7 @@ def _spawn(message: Spawn, files: list[int], inherited: tuple[int, ...]) -> Spaw
         _become_rank(server, inherited, output=files[1])
         from harness.executors.ranks.rank import serve
 
-        serve(socket.socket(fileno=files[0]), stacks=files[2], board=files[3], turnstile=files[4])
+        serve(socket.socket(fileno=files[0]), stacks=files[2], flight=files[3], board=files[4], turnstile=files[5])
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())

@@ -110,6 +110,15 @@ def test_a_hang_is_reported_in_time_with_stacks(pool: RankPool) -> None:
     assert time.monotonic() - begin < 3.0
 
 
+def test_a_hang_comes_with_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the user's environment turns torch's flight recorder on, a stuck rank says which collective is not complete; the verdict has it all."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    with RankPool(2, preload=(*PRELOAD, "harness.subjects.faults.ranks"), deadline_s=DEADLINE_S) as recording:
+        verdict = unless_busy(recording, sums(2), "harness.subjects.faults.ranks:leave_out")
+    (stuck,) = [rank for rank in verdict.reasons[0].ranks if "stuck" in rank]
+    assert "real.py" in stuck and '"gloo:all_reduce"' in stuck and '"input_sizes": [[2, 3]]' in stuck, stuck
+
+
 def test_a_batch_goes_on_after_a_fault(pool: RankPool) -> None:
     """In a batch each case has its own result, in order, whatever became of the one before."""
     names = ["identity", "die", "identity", "raise_on_all", "raise_on_one", "identity"]
