@@ -95,7 +95,7 @@ def _confirmed(program: Program, subject: Subject, pool: Pool, verdict: Verdict,
     again = _verdict(program, subject, pool, result, seed, laws)
     if {(r.law, r.kind) for r in again.reasons} == {(r.law, r.kind) for r in verdict.reasons}:
         return verdict
-    if verdict.status == "INCONCLUSIVE":
+    if verdict.status == "INCONCLUSIVE" or any(reason.kind == "machine" for reason in again.reasons):
         return again
     return undecided("not_repeated", f"{verdict.reasons[0].message}; on new ranks: {again.reasons[0].message if again.reasons else again.status}")
 

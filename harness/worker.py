@@ -225,7 +225,8 @@ def _judge(question: Question, context: Context) -> tuple[Answer, bool]:
         again = inputs if context.device == "cpu" else clone(inputs, program, context.device)
         before = original.run(own, lambda place: context.at(f"original: {place}"), keep=question.keep)
         if before.error is not None:
-            return Answer(before, num_fired=applied.num_fired, failed=_form(original, before.error)), False
+            untouched = RealGraph(build(program, rank), device=context.device)  # the pass may have erased the node that failed
+            return Answer(before, num_fired=applied.num_fired, failed=_form(untouched, before.error)), False
         context.at("original: its end, where the other ranks are waited for")
         context.meet()
         after = rewritten.run(again, lambda place: context.at(f"transformed: {place}"), keep=question.keep)

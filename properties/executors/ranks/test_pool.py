@@ -156,6 +156,16 @@ def test_a_program_that_does_not_run_is_nobodys_fault(pool: RankPool) -> None:
     assert_whole(pool)
 
 
+def test_what_the_backend_refuses_is_named_also_where_the_pass_erased_it(pool: RankPool) -> None:
+    """Two float8 gathers that our bucketing merges: gloo refuses the first, and the verdict says which collective and dtype that is."""
+    gather = "_c10d_functional.all_gather_into_tensor.default"
+    world = GroupArg("everyone")
+    ops = (Op(gather, (Ref(0), 2, world)), Op(gather, (Ref(1), 2, world)), Op(WAIT, (Ref(2),)), Op(WAIT, (Ref(3),)))
+    inputs = (TensorSpec((4,), "float8_e5m2"), TensorSpec((2,), "float8_e5m2"))
+    verdict = unless_busy(pool, Program(2, (Group("everyone", ((0, 1),)),), inputs, ops, (Ref(4), Ref(5))), "reference")
+    assert [r.kind for r in verdict.reasons] == ["unsupported"] and "all_gather_into_tensor.default of float8_e5m2" in verdict.reasons[0].message, verdict
+
+
 def test_another_world_size_is_refused(pool: RankPool) -> None:
     """A program for 3 ranks does not run on 2."""
     with pytest.raises(WrongWorld, match="3 ranks on a pool of 2"):
