@@ -213,6 +213,10 @@ def _fill_(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Te
     return f[0].fill_(field.constant(c[1]))
 
 
+def _masked_fill_(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor:
+    return f[0].masked_fill_(c[1], field.constant(c[2]))
+
+
 def _filled(value: Callable[[list[Any]], float]) -> Rule:
     def rule(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor:
         return torch.empty_strided(out.shape, out.stride(), dtype=torch.int64).fill_(field.constant(value(c)))
@@ -262,6 +266,10 @@ def _slice_scatter(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any],
 
 def _select_scatter(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor:
     return torch.ops.aten.select_scatter.default(f[0], _operand(field, c[1], f[1], out.dtype), *c[2:])
+
+
+def _diagonal_scatter(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor:
+    return torch.ops.aten.diagonal_scatter.default(f[0], _operand(field, c[1], f[1], out.dtype), *c[2:])
 
 
 def _view_dtype(field: Field, c: list[Any], f: list[Any], kw: dict[str, Any], out: Tensor) -> Tensor | None:
@@ -366,6 +374,7 @@ RULES: Final[dict[str, Rule]] = {
     **_aten("_foreach_copy_.default", _foreach_copy_),
     **_aten("zero_.default", _zero_),
     **_aten("fill_.Scalar", _fill_),
+    **_aten("masked_fill_.Scalar", _masked_fill_),
     **_aten("cat.default", _cat_like(torch.ops.aten.cat.default)),
     **_aten("stack.default", _cat_like(torch.ops.aten.stack.default)),
     **_aten("constant_pad_nd.default", _pad),
@@ -376,6 +385,7 @@ RULES: Final[dict[str, Rule]] = {
     **_aten("index_put_.default", _index_put_),
     **_aten("slice_scatter.default", _slice_scatter),
     **_aten("select_scatter.default", _select_scatter),
+    **_aten("diagonal_scatter.default", _diagonal_scatter),
     **_aten("view.dtype", _view_dtype),
     "bucketing._pre_bucket_reduce_scatter.default": _pre_bucket_reduce_scatter,
     "bucketing._pre_bucket_all_gather.default": _pre_bucket_all_gather,

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import count
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from harness.errors import InvalidProgram, Unsupported
+from harness.ops.autograd import APPLY, AUTOGRAD, gradient_of, rebound
 from harness.ops.collectives import COLLECTIVES
 from harness.ops.compute import COMPUTE
 from harness.ops.core import CollectiveSpec, OpError, OpSpec, Part
 from harness.ops.moves import MOVES
 from harness.ops.views import VIEWS
 from harness.spec.meta import TensorMeta
-from harness.spec.program import DTypeArg, FloatArg, GroupArg, Op, PerRank, Program, Ref, contiguous_stride, decode_program
+from harness.spec.program import Autograd, DTypeArg, FloatArg, GroupArg, Op, PerRank, Program, Ref, contiguous_stride, decode_program
 from harness.spec.verdict import Finding, decode_finding
 
-__all__ = ["REGISTERED_BY", "TABLE", "CollectiveSpec", "OpError", "OpSpec", "infer", "infer_program", "read_finding", "read_program"]
+__all__ = ["APPLY", "AUTOGRAD", "REGISTERED_BY", "TABLE", "CollectiveSpec", "OpError", "OpSpec", "infer", "infer_program", "read_finding", "read_program"]
 
 TABLE: Final[Mapping[str, OpSpec]] = MappingProxyType({spec.target: spec for spec in (*VIEWS, *MOVES, *COMPUTE, *COLLECTIVES)})
 
@@ -48,7 +50,7 @@ def infer(target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], group_s
         Unsupported: the operator is not in the table.
         OpError: a precondition is broken.
     """
-    if target not in TABLE:
+    if target not in TABLE and target not in AUTOGRAD:
         raise Unsupported(target)
     storages: dict[int, int] = {}
     plain = tuple(_plain(a, storages, group_sizes) for a in args)
@@ -81,7 +83,7 @@ def _infer(target: str, names: tuple[str, ...], *values: Any) -> Value:
     """``values`` end with those of the keywords ``names``; each is a cache key of its own, so that 1, 1.0 and True are told apart."""
     num_args = len(values) - len(names)
     try:
-        result = TABLE[target].rule(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+        result = (TABLE.get(target) or AUTOGRAD[target]).rule(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
     except OpError:
         raise
     except Exception as error:  # a rule is a pure function of these arguments: whatever it stumbles over is theirs
@@ -99,30 +101,73 @@ def infer_program(program: Program) -> tuple[Value, ...]:
     """
     group_sizes = {group.name: group.size for group in program.groups}
     values: list[Value] = []
-    num_storages = 0
+    storages = count()
     for spec in program.inputs:
-        if spec.view_of is None:
-            storage, num_storages = num_storages, num_storages + 1
-        else:
-            base = values[spec.view_of]
-            assert isinstance(base, TensorMeta)
-            storage = base.storage
+        shared = spec.view_of if spec.same_as is None else spec.same_as
+        base = None if shared is None else values[shared]
+        storage = base.storage if isinstance(base, TensorMeta) else next(storages)
         stride = contiguous_stride(spec.shape) if spec.stride is None else spec.stride
         values.append(TensorMeta(spec.shape, stride, spec.dtype, spec.storage_offset, storage))
-    for i, op in enumerate(program.ops):
-        path = f"$.ops[{i}]"
-        args = tuple(_resolved(a, values, f"{path}.args[{j}]") for j, a in enumerate(op.args))
-        kwargs = {k: _resolved(a, values, f"{path}.kwargs.{k}") for k, a in op.kwargs.items()}
-        result = _inferred(op, args, kwargs, group_sizes, path)
-        fresh = []
-        for meta in (result,) if isinstance(result, TensorMeta) else result:
-            if meta.storage < 0:
-                meta, num_storages = meta._replace(storage=num_storages), num_storages + 1
-            fresh.append(meta)
-        values.append(fresh[0] if isinstance(result, TensorMeta) else tuple(fresh))
+    scope = _Scope(group_sizes, program.autograd, storages)
+    _infer_ops(program.ops, values, scope, "$.ops")
     for i, ref in enumerate(program.outputs):
         _resolved(ref, values, f"$.outputs[{i}]")
     return tuple(values)
+
+
+class _Scope(NamedTuple):
+    group_sizes: Mapping[str, int]
+    autograd: Autograd | None
+    storages: Iterator[int]
+
+
+def _infer_ops(ops: tuple[Op, ...], values: list[Value], scope: _Scope, where: str) -> None:
+    """Add the metadata of every op's result to ``values``."""
+    for i, op in enumerate(ops):
+        path = f"{where}[{i}]"
+        if scope.autograd is None and (op.target == APPLY or op.target in AUTOGRAD or op.mode is not None):
+            raise InvalidProgram(f"{path}.target" if op.mode is None else f"{path}.mode", f"{op.target}: only a program with autograd has it")
+        args = tuple(_resolved(a, values, f"{path}.args[{j}]") for j, a in enumerate(op.args))
+        kwargs = {k: _resolved(a, values, f"{path}.kwargs.{k}") for k, a in op.kwargs.items()}
+        if op.target == APPLY:
+            values.append(_infer_call(args, kwargs, scope, path))
+            continue
+        result = _inferred(op, args, kwargs, scope.group_sizes, path)
+        new = [m._replace(storage=next(scope.storages)) if m.storage < 0 else m for m in ((result,) if isinstance(result, TensorMeta) else result)]
+        values.append(new[0] if isinstance(result, TensorMeta) else tuple(new))
+        meta = rebound(op.target, args, result)
+        if meta is not None and isinstance(op.args[0], Ref):
+            values[op.args[0].value] = meta
+
+
+def _infer_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: _Scope, path: str) -> tuple[TensorMeta, ...]:
+    """The results of a function of the program; its backward is checked as well, on gradients that are contiguous."""
+    functions = () if scope.autograd is None else scope.autograd.functions
+    number, *operands = args or (None,)
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(functions):
+        raise InvalidProgram(f"{path}.args[0]", f"{number!r}; must be the number of a function, of which there are {len(functions)}")
+    function = functions[number]
+    if kwargs or len(operands) != function.num_inputs or not all(isinstance(m, TensorMeta) for m in operands):
+        raise InvalidProgram(f"{path}.args", f"function {number} takes {function.num_inputs} tensors")
+    where = f"$.autograd.functions[{number}]"
+    scope = scope._replace(autograd=Autograd())
+    values: list[Value] = list(operands)
+    _infer_ops(function.forward, values, scope, f"{where}.forward")
+    given = {field: [_tensor(ref, values, f"{where}.{field}[{j}]") for j, ref in enumerate(getattr(function, field))] for field in ("outputs", "saved", "kept")}
+    within: list[Value] = [gradient_of(m)._replace(storage=next(scope.storages)) for m in given["outputs"]]
+    within += [*given["saved"], *given["kept"]]
+    _infer_ops(function.backward, within, scope, f"{where}.backward")
+    for j, ref in enumerate(function.grads):
+        grad = None if ref is None else _tensor(ref, within, f"{where}.grads[{j}]")
+        if grad is not None and grad.shape != operands[j].shape:
+            raise InvalidProgram(f"{where}.grads[{j}]", f"shape {list(grad.shape)}; its input has {list(operands[j].shape)}")
+    return tuple(given["outputs"])
+
+
+def _tensor(ref: Ref, values: list[Value], path: str) -> TensorMeta:
+    meta = _resolved(ref, values, path)
+    assert isinstance(meta, TensorMeta)
+    return meta
 
 
 def _inferred(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any], group_sizes: Mapping[str, int], path: str) -> Value:

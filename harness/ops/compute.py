@@ -197,6 +197,13 @@ def _fill_(self: TensorMeta, value: float) -> TensorMeta:
     return self
 
 
+def _masked_fill_(self: TensorMeta, mask: TensorMeta, value: float) -> TensorMeta:
+    require_writable(self)
+    require(mask.dtype == "bool", f"a mask of {mask.dtype}; must be bool")
+    require(broadcast_shapes(self.shape, mask.shape) == self.shape, f"mask {list(mask.shape)} of {list(self.shape)}")
+    return self
+
+
 def _zero_(self: TensorMeta) -> TensorMeta:
     require_writable(self)
     return self
@@ -262,6 +269,7 @@ COMPUTE = (
     *_declare("copy_.default", "inplace", _copy_, (0,)),
     *_declare("zero_.default", "inplace", _zero_, (0,)),
     *_declare("fill_.Scalar", "inplace", _fill_, (0,)),
+    *_declare("masked_fill_.Scalar", "inplace", _masked_fill_, (0,)),
     *_declare("index_put_.default", "inplace", _index_put_, (0,)),
     *_declare("_foreach_copy_.default", "inplace", _foreach_copy_, (0,)),
 )

@@ -17,7 +17,7 @@ from harness.ops.core import (
     tensors,
     wrap_dim,
 )
-from harness.ops.views import select, slice_
+from harness.ops.views import diagonal, select, slice_
 from harness.spec.dtypes import promote
 from harness.spec.meta import Kind, TensorMeta
 
@@ -140,6 +140,12 @@ def select_scatter(self: TensorMeta, src: TensorMeta, dim: int, index: int) -> T
     return fresh(self.shape, self.dtype, preserved(self))
 
 
+def diagonal_scatter(self: TensorMeta, src: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> TensorMeta:
+    part = diagonal(self, offset, dim1, dim2)
+    require(part.shape == src.shape, f"source {list(src.shape)} for a diagonal of {list(part.shape)}")
+    return fresh(self.shape, self.dtype, preserved(self))
+
+
 def indexed_shape(self: TensorMeta, indices: Sequence[TensorMeta | None]) -> tuple[int, ...]:
     """The shape of ``self[indices]`` with integer index tensors, those standing side by side."""
     given = [i for i, index in enumerate(indices) if index is not None]
@@ -206,6 +212,7 @@ MOVES = (
     _declare("constant_pad_nd.default", "move", constant_pad_nd),
     _declare("slice_scatter.default", "move", slice_scatter),
     _declare("select_scatter.default", "move", select_scatter),
+    _declare("diagonal_scatter.default", "move", diagonal_scatter),
     _declare("index.Tensor", "move", index),
     _declare("index_put.default", "move", index_put),
     _declare("gather.default", "move", gather),

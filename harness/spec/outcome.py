@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-__all__ = ["CollectiveRecord", "ErrorRecord", "Flight", "MetaFault", "Outcome", "RankOutcome", "TensorRecord"]
+__all__ = ["CollectiveRecord", "Counters", "ErrorRecord", "Flight", "JointRecord", "MetaFault", "Outcome", "RankOutcome", "Stage", "TensorRecord"]
 
 
 class TensorRecord(Struct, frozen=True, omit_defaults=True):
@@ -21,6 +21,7 @@ class TensorRecord(Struct, frozen=True, omit_defaults=True):
         version_group: like ``storage``, but for version counters: tensors with the same number share one.
         data: the raw row-major bytes, only when asked for.
         field_data: the field half as row-major int64 bytes, only when asked for.
+        requires_grad, has_grad_fn: of the tensor.
     """
 
     dtype: str
@@ -35,6 +36,8 @@ class TensorRecord(Struct, frozen=True, omit_defaults=True):
     version_group: int = 0
     data: bytes | None = None
     field_data: bytes | None = None
+    requires_grad: bool = False
+    has_grad_fn: bool = False
 
 
 class CollectiveRecord(Struct, frozen=True):
@@ -94,8 +97,57 @@ class MetaFault(Struct, frozen=True):
     seen: str
 
 
+class Stage(Struct, frozen=True, omit_defaults=True):
+    """What was there after forward, or after one run of backward.
+
+    Attributes:
+        name: ``forward``, ``backward 1``, ``backward 2``, ... or ``double backward``.
+        inputs, outputs: of the program, as they are now.
+        grads: of the leaves, one an input; None where an input is no leaf or was not reached.
+        seeds: the gradients that backward was given, as they are now.
+    """
+
+    name: str
+    inputs: tuple[TensorRecord, ...]
+    outputs: tuple[TensorRecord, ...]
+    grads: tuple[TensorRecord | None, ...] = ()
+    seeds: tuple[TensorRecord, ...] = ()
+
+
+class Counters(Struct, frozen=True):
+    """How often an input was changed: its data, the storage that it has (``set_``), the size of that storage."""
+
+    data: int = 0
+    storage: int = 0
+    resize: int = 0
+
+
+class JointRecord(Struct, frozen=True):
+    """What a functionaliser made of forward and backward together.
+
+    Attributes:
+        has_backward: whether there is a backward in it.
+        num_inputs: of the joint graph, without the gradients that backward is given.
+        in_graph: the inputs whose mutation in forward the graph itself puts back.
+        after_forward, after_backward: the counters of each of ``in_graph``; empty where the functionaliser noted none.
+        copies: the epilogue: which input, and the half that the copy must be in, ``forward`` or ``backward``.
+        stray: operators that write anything else.
+    """
+
+    has_backward: bool
+    num_inputs: int
+    in_graph: tuple[int, ...]
+    after_forward: tuple[Counters, ...]
+    after_backward: tuple[Counters, ...]
+    copies: tuple[tuple[int, str], ...]
+    stray: tuple[str, ...]
+
+
 class RankOutcome(Struct, frozen=True, omit_defaults=True):
-    """What one rank did: graph outputs, inputs afterwards, collectives in order of issue, touches in flight, untrue metadata, an error."""
+    """What one rank did: graph outputs, inputs afterwards, collectives in order of issue, touches in flight, untrue metadata, an error.
+
+    A run with a backward has ``stages`` instead of outputs and inputs; those before an error are kept.
+    """
 
     outputs: tuple[TensorRecord, ...] = ()
     inputs: tuple[TensorRecord, ...] = ()
@@ -103,6 +155,7 @@ class RankOutcome(Struct, frozen=True, omit_defaults=True):
     in_flight: tuple[Flight, ...] = ()
     untrue: tuple[MetaFault, ...] = ()
     error: ErrorRecord | None = None
+    stages: tuple[Stage, ...] = ()
 
 
 class Outcome(Struct, frozen=True, omit_defaults=True):

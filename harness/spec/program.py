@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.errors import InvalidProgram
 from harness.spec.dtypes import DTYPES
@@ -23,10 +24,13 @@ __all__ = [
     "LIMITS",
     "SCHEMA_VERSION",
     "Arg",
+    "Autograd",
     "DTypeArg",
     "FloatArg",
+    "Function",
     "Group",
     "GroupArg",
+    "Hook",
     "Limits",
     "Op",
     "PerRank",
@@ -92,6 +96,9 @@ class TensorSpec(Struct, frozen=True, omit_defaults=True):
         view_of: the number of an earlier input, itself no view and of the same dtype, whose storage this one shares.
         high: for integer dtypes, values are drawn from ``[0, high)``, so that they can serve as indices.
         data: the values themselves, one entry a rank, each the raw little-endian bytes in row-major order.
+        is_leaf: False makes an input that requires grad the result of an operator, so that it may be written in place.
+        same_as: the number of an earlier input that is passed a second time here: the very same tensor.
+        role: ``argument``; or held by the module that the program is the forward of, as its ``buffer`` or ``parameter``.
     """
 
     shape: tuple[int, ...]
@@ -102,6 +109,9 @@ class TensorSpec(Struct, frozen=True, omit_defaults=True):
     view_of: int | None = None
     high: int | None = None
     data: tuple[bytes, ...] | None = None
+    is_leaf: bool = True
+    same_as: int | None = None
+    role: Literal["argument", "buffer", "parameter"] = "argument"
 
 
 class Group(Struct, frozen=True):
@@ -126,6 +136,7 @@ class Op(Struct, frozen=True, omit_defaults=True):
         target, args, kwargs: of the call.
         ranks: None, or in a divergent Program the only ranks that run it.
         place: where it stands in the Python that it was traced from, as ``case.py:11``; only messages tell it.
+        mode: the context that it runs in, where that is not the ordinary one.
     """
 
     target: str
@@ -133,10 +144,67 @@ class Op(Struct, frozen=True, omit_defaults=True):
     kwargs: dict[str, Arg] = {}
     ranks: tuple[int, ...] | None = None
     place: str | None = None
+    mode: Literal["no_grad", "inference_mode"] | None = None
+
+
+class Function(Struct, frozen=True, omit_defaults=True):
+    """A ``torch.autograd.Function``; within it values are numbered anew.
+
+    Attributes:
+        num_inputs: how many tensors it takes.
+        forward: ops over the inputs.
+        outputs: what forward returns.
+        saved: values of forward given to ``save_for_backward``.
+        kept: values of forward kept as attributes of ``ctx``, past the check for later writes.
+        dirty: inputs given to ``mark_dirty``.
+        non_differentiable: the positions of outputs given to ``mark_non_differentiable``.
+        backward: ops over the gradients of all outputs, then ``saved``, then ``kept``.
+        grads: what backward returns, one an input; None for no gradient.
+    """
+
+    num_inputs: int
+    forward: tuple[Op, ...]
+    outputs: tuple[Ref, ...]
+    saved: tuple[Ref, ...] = ()
+    kept: tuple[Ref, ...] = ()
+    dirty: tuple[int, ...] = ()
+    non_differentiable: tuple[int, ...] = ()
+    backward: tuple[Op, ...] = ()
+    grads: tuple[Ref | None, ...] = ()
+
+    @property
+    def num_given(self) -> int:
+        """How many values backward begins with."""
+        return len(self.outputs) + len(self.saved) + len(self.kept)
+
+
+class Hook(Struct, frozen=True, omit_defaults=True):
+    """A hook that doubles a gradient, set before the program runs on an input, or after it on an output; a tensor without gradient gets none."""
+
+    of: Literal["input", "output"]
+    number: int
+
+
+class Autograd(Struct, frozen=True, omit_defaults=True):
+    """What a program with gradients has besides its statements.
+
+    Attributes:
+        functions: what ``autograd.apply`` names by number.
+        num_backward: how often backward runs, with ``retain_graph`` but for the last time.
+        is_double: whether the gradients are themselves differentiated, once.
+        hooks: on gradients.
+        saved_hooks: names of pairs of pack and unpack from ``harness.graph.saved_hooks``, the outermost first, set around the program.
+    """
+
+    functions: tuple[Function, ...] = ()
+    num_backward: int = 1
+    is_double: bool = False
+    hooks: tuple[Hook, ...] = ()
+    saved_hooks: tuple[str, ...] = ()
 
 
 class Program(Struct, frozen=True):
-    """A whole program; every rank runs all its ops in order and returns ``outputs``."""
+    """A whole program; every rank runs all its ops in order and returns ``outputs``; with ``autograd`` it has a backward too."""
 
     world_size: int
     groups: tuple[Group, ...]
@@ -145,6 +213,7 @@ class Program(Struct, frozen=True):
     outputs: tuple[Ref, ...]
     divergent: bool = False
     schema_version: int = SCHEMA_VERSION
+    autograd: Autograd | None = None
 
     def group(self, name: str) -> Group:
         """The group called ``name``; KeyError where there is none."""
@@ -168,6 +237,7 @@ class Limits(Struct, frozen=True):
 LIMITS: Final = Limits()
 
 _MOST_PLACE: Final = 256
+_MOST_BACKWARD: Final = 4
 
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _DECODER = msgspec.json.Decoder(Program)
@@ -253,6 +323,41 @@ def structural_faults(program: Program) -> Iterator[tuple[str, str]]:
         yield from _op_faults(program, op, num_inputs + i, names, f"$.ops[{i}]")
     for i, ref in enumerate(program.outputs):
         yield from _ref_faults(ref, num_inputs + len(program.ops), f"$.outputs[{i}]")
+    if program.autograd is not None:
+        yield from _autograd_faults(program, program.autograd, names)
+
+
+def _autograd_faults(program: Program, autograd: Autograd, names: set[str]) -> Iterator[tuple[str, str]]:
+    if not 0 <= autograd.num_backward <= _MOST_BACKWARD:
+        yield "$.autograd.num_backward", f"{autograd.num_backward}; must be from 0 to {_MOST_BACKWARD}"
+    for i, hook in enumerate(autograd.hooks):
+        count = len(program.inputs if hook.of == "input" else program.outputs)
+        if not 0 <= hook.number < count:
+            yield f"$.autograd.hooks[{i}].number", f"{hook.number}; there are {count} {hook.of}s"
+    for i, function in enumerate(autograd.functions):
+        path = f"$.autograd.functions[{i}]"
+        count = function.num_inputs
+        if not 0 <= count <= LIMITS.inputs:
+            yield f"{path}.num_inputs", f"{count}; must be from 0 to {LIMITS.inputs}"
+            continue
+        for j, op in enumerate(function.forward):
+            yield from _op_faults(program, op, count + j, names, f"{path}.forward[{j}]")
+        for field in ("outputs", "saved", "kept"):
+            for j, ref in enumerate(getattr(function, field)):
+                yield from _ref_faults(ref, count + len(function.forward), f"{path}.{field}[{j}]")
+        for j, number in enumerate(function.dirty):
+            if not 0 <= number < count:
+                yield f"{path}.dirty[{j}]", f"{number}; it has {count} inputs"
+        for j, number in enumerate(function.non_differentiable):
+            if not 0 <= number < len(function.outputs):
+                yield f"{path}.non_differentiable[{j}]", f"{number}; it has {len(function.outputs)} outputs"
+        for j, op in enumerate(function.backward):
+            yield from _op_faults(program, op, function.num_given + j, names, f"{path}.backward[{j}]")
+        if len(function.grads) != count:
+            yield f"{path}.grads", f"{len(function.grads)} gradients for {count} inputs"
+        for j, grad in enumerate(function.grads):
+            if grad is not None:
+                yield from _ref_faults(grad, function.num_given + len(function.backward), f"{path}.grads[{j}]")
 
 
 def _group_faults(program: Program, group: Group, path: str, names: set[str]) -> Iterator[tuple[str, str]]:
@@ -305,6 +410,10 @@ def _input_faults(program: Program, i: int, spec: TensorSpec, path: str) -> Iter
             needed = storage_numel(spec.shape, stride, spec.storage_offset)
             if needed > held:
                 yield path, f"needs {needed} elements of the storage of input {spec.view_of}, which has {held}"
+    if spec.same_as is not None and (not 0 <= spec.same_as < i or program.inputs[spec.same_as] != replace(spec, same_as=None)):
+        yield f"{path}.same_as", f"{spec.same_as}; must be the number of an earlier input that is declared alike"
+    if spec.role == "parameter" and not (spec.is_leaf and spec.view_of is None):
+        yield f"{path}.role", "parameter; must be a leaf, and no view"
     if spec.high is not None and (DTYPES[spec.dtype].kind not in ("int", "uint") or spec.high < 1):
         yield f"{path}.high", f"{spec.high}; must be 1 or more, and only for integer dtypes"
     if spec.requires_grad and DTYPES[spec.dtype].kind != "float":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from harness.spec.outcome import JointRecord
 from harness.spec.program import Program
 
-__all__ = ["Applied", "Clock", "GraphPass", "OptionValue", "Subject"]
+__all__ = ["Applied", "Clock", "Compiler", "GraphPass", "OptionValue", "Session", "Subject"]
 
 OptionValue = str | int | float | bool | None
 
@@ -73,6 +74,51 @@ class Subject(Protocol):
 
     def apply(self, gm: Any, rank: int) -> Applied:
         """Transform ``gm`` as rank ``rank``; may change it in place. Called inside a fake world of that rank."""
+
+
+class Session(Protocol):
+    """One compilation by a Compiler, and what was seen of it."""
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs were compiled."""
+
+    @property
+    def joint(self) -> JointRecord | None:
+        """The joint graph, where the compiler shows one."""
+
+    def wrap(self, fn: Callable[..., Any], /) -> Callable[..., Any]:
+        """The compiled form of ``fn``, which takes and returns tensors."""
+
+
+@runtime_checkable
+class Compiler(Protocol):
+    """One compiler of programs with a backward, with one setting of its options; beside ``session`` as a Subject."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def feature(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, OptionValue]: ...
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def promises(self) -> frozenset[str]: ...
+
+    @property
+    def focus(self) -> Mapping[str, Any]: ...
+
+    def variants(self) -> tuple[Compiler, ...]: ...
+
+    def refuses(self, program: Program) -> str | None: ...
+
+    def session(self, *, num_backward: int) -> AbstractContextManager[Session]:
+        """Compile with it, in this thread, with nothing left of what was compiled before; ``num_backward``: how often backward will run."""
 
 
 class Clock(Protocol):

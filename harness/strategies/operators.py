@@ -172,6 +172,12 @@ def _select_scatter(b: Builder, s: bytes, target: str) -> None:
         b.read(target, x, b.read("aten.select.int", x, 0, s[4] % rows), 0, s[5] % rows)
 
 
+def _diagonal_scatter(b: Builder, s: bytes, target: str) -> None:
+    x = operand(b, s, both(is_numeric, has_dims(2))) if b.has_room(2) else None
+    if x is not None:
+        b.read(target, x, b.read("aten.diagonal.default", x, s[4] % 2), s[4] % 2)
+
+
 def _pad(b: Builder, s: bytes, target: str) -> None:
     x = operand(b, s, both(is_numeric, has_dims(1)))
     if x is not None:
@@ -281,6 +287,12 @@ def _empty(b: Builder, s: bytes, target: str) -> None:
         b.write("aten._foreach_copy_.default", (made,), (x,))
 
 
+def _masked_fill(b: Builder, s: bytes, target: str) -> None:
+    x = pick(b.writable(is_number), s[1]) if b.has_room(2) else None
+    if x is not None:
+        b.write(target, x, b.read("aten.gt.Scalar", x, 0), _number(x.meta, s[5]), returns=s[6] >= 192)
+
+
 def _writing(fits: Fits, num_operands: int) -> Make:
     def make(b: Builder, s: bytes, target: str) -> None:
         x = pick(b.writable(fits), s[1])
@@ -370,6 +382,7 @@ _COMPUTE: Final[list[_Entry]] = [
     *_entries("index_put.default", _index_put),
     *_entries("slice_scatter.default", _slice_scatter),
     *_entries("select_scatter.default", _select_scatter),
+    *_entries("diagonal_scatter.default", _diagonal_scatter),
     *_entries("constant_pad_nd.default", _pad),
     *_entries("flip.default", _flip),
     *_entries("repeat.default", _repeat),
@@ -392,6 +405,7 @@ WRITES: Final[Table[tuple[str, Make]]] = Table(
     *_entries("neg_.default relu_.default", _writing(is_number, 1)),
     *_entries("exp_.default sigmoid_.default tanh_.default", _writing(is_float, 1)),
     *_entries("index_put_.default", _index_put),
+    *_entries("masked_fill_.Scalar", _masked_fill),
     *_entries("_foreach_copy_.default", _copy_, 2),
 )
 """Ops in place."""
