@@ -18,9 +18,33 @@ from harness.spec.program import Program
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_TRACED_WORLD_SIZE", "read_case"]
+    from harness.executors.autograd import Case
+
+__all__ = ["MAX_TRACED_WORLD_SIZE", "read_case", "read_source"]
 
 MAX_TRACED_WORLD_SIZE: Final = 64
+
+
+def read_source(path: Path) -> Case | Program:
+    """What a Compiler is given: the Program of a ``.json`` file, or a ``.py`` file as it stands, with whatever Python is in it.
+
+    The file has ``program(*tensors)`` and ``inputs(rank, world_size)``, and may have ``COMPILE`` (the name of a global function that is
+    compiled instead of ``program``), ``num_backward`` (how often backward runs, 1 where left out) and ``backward_seed``.
+
+    Raises:
+        InvalidProgram: naming file and field or line, and what is wrong there.
+        OSError: the file cannot be read.
+    """
+    if path.suffix != ".py":
+        return read_case(path)
+    if not path.is_file():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    with contextlib.redirect_stdout(sys.stderr):
+        _checked(path)
+        from harness.executors.autograd import case_of_file
+
+        with _blaming(path, "making its inputs"):
+            return case_of_file(path)
 
 
 def read_case(path: Path) -> Program:
@@ -48,7 +72,8 @@ def read_case(path: Path) -> Program:
         return _traced(path)
 
 
-def _traced(path: Path) -> Program:
+def _checked(path: Path) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+    """The file's ``program``, ``inputs`` and ``WORLD_SIZE``."""
     with _blaming(path, "loading it"):
         module = _load(path)
     program, inputs = _function(module, path, "program"), _function(module, path, "inputs")
@@ -59,6 +84,11 @@ def _traced(path: Path) -> Program:
     compiled = getattr(module, "COMPILE", None)
     if compiled is not None and not callable(getattr(module, str(compiled), None)):
         raise InvalidProgram("COMPILE", f"{compiled!r}; must be the name of a global function", source=str(path))
+    return program, inputs, world_size
+
+
+def _traced(path: Path) -> Program:
+    program, inputs, world_size = _checked(path)
     from harness.graph import trace
 
     with _blaming(path, "tracing program"):

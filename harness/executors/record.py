@@ -11,8 +11,9 @@ from torch import Tensor
 
 from harness.executors.field_rules import dtype_name
 from harness.spec.outcome import TensorRecord
+from harness.spec.program import storage_numel
 
-__all__ = ["record"]
+__all__ = ["record", "version_of"]
 
 
 def record(
@@ -22,6 +23,7 @@ def record(
     *,
     halves: Sequence[Tensor | None] | None = None,
     keep: bool = False,
+    with_groups: bool = True,
 ) -> tuple[tuple[TensorRecord, ...], tuple[TensorRecord, ...]]:
     """The records of a rank's inputs and of its outputs.
 
@@ -30,12 +32,13 @@ def record(
         versions: the inputs' version counters before it.
         halves: the field halves of inputs and outputs, in this order.
         keep: put the tensors' bytes into the records.
+        with_groups: find out who shares version counters, which advances them: not while autograd still has tensors saved.
     """
     tensors = [*inputs, *outputs]
     storages: dict[int, int] = {}
     owners = [storages.setdefault(tensor.untyped_storage()._cdata, len(storages)) for tensor in tensors]
-    changes = [*(t._version - v for t, v in zip(inputs, versions, strict=True)), *(t._version for t in outputs)]
-    groups = _version_groups(tensors) if len(storages) < len(tensors) else list(range(len(tensors)))
+    changes = [*(version_of(t) - v for t, v in zip(inputs, versions, strict=True)), *(version_of(t) for t in outputs)]
+    groups = _version_groups(tensors) if with_groups and len(storages) < len(tensors) else list(range(len(tensors)))
     records = tuple(
         [
             _tensor_record(t, h, storage, change, group, keep)
@@ -53,7 +56,7 @@ def _version_groups(tensors: list[Tensor]) -> list[int]:
         for j in range(i):
             if tensors[j] is tensor:
                 group = groups[j]
-            elif tensors[j].untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+            elif tensors[j].untyped_storage()._cdata == tensor.untyped_storage()._cdata and not (tensor.is_inference() or tensors[j].is_inference()):
                 before = tensor._version
                 torch._C._increment_version([tensors[j]])
                 if tensor._version != before:
@@ -80,13 +83,22 @@ def _tensor_record(tensor: Tensor, half: Tensor | None, storage: int, version: i
         group,
         data if keep else None,
         field_data if keep else None,
+        tensor.requires_grad,
+        tensor.grad_fn is not None,
     )
 
 
 def _raw_bytes(tensor: Tensor) -> bytes:
-    """The elements in row-major order, as they lie in memory."""
-    flat = tensor.contiguous()
+    """The elements in row-major order, as they lie in memory; none where the storage was resized to less than they need."""
+    if tensor.untyped_storage().nbytes() < tensor.element_size() * storage_numel(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())):
+        return b""
+    flat = tensor.detach().contiguous()
     if not flat.is_cpu:
         flat = flat.cpu()
     size = flat.numel() * flat.element_size()
     return string_at(flat.data_ptr(), size) if size else b""
+
+
+def version_of(tensor: Tensor) -> int:
+    """The version counter; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
