@@ -15,10 +15,12 @@ from torch.fx import Graph, GraphModule
 
 from harness.errors import Unsupported
 from harness.executors.algebra import Field, error_bound, trials_needed
+from harness.executors.autograd import Case
 from harness.executors.inputs import TrialKind, draw_inputs, fresh, trial_seed
 from harness.executors.lockstep import Lockstep
 from harness.executors.ranks import Pool
 from harness.graph import build_all, collectives, fake_world, module_of
+from harness.on_autograd import check_autograd
 from harness.on_compiler import check_compiled
 from harness.on_ranks import applies_reason, check_on_ranks, promised_laws, undecided
 from harness.ops import infer_program
@@ -26,7 +28,7 @@ from harness.oracles import aliasing, equivalence, graphs, schedule
 from harness.oracles.evidence import Evidence, Law
 from harness.spec.outcome import Outcome
 from harness.spec.program import PerRank, Program
-from harness.spec.protocols import Clock, Subject
+from harness.spec.protocols import Clock, Compiler, Subject
 from harness.spec.verdict import Reason, Signature, Verdict, normalise_message
 from harness.twin import Twin
 from harness.worker import error_record
@@ -70,8 +72,8 @@ class _Transformed(NamedTuple):
 
 
 def check(
-    program: Program,
-    subject: Subject,
+    program: Program | Case,
+    subject: Subject | Compiler,
     *,
     seed: int = 0,
     clock: Clock | None = None,
@@ -87,8 +89,8 @@ def check(
     inputs, as often as the error bound asks for. Laws that the subject promises make the verdict; the others become notes.
 
     Args:
-        program: valid, see ``harness.ops.read_program``.
-        subject: with the setting to test.
+        program: valid, see ``harness.ops.read_program``; for a Compiler also a user's file as a Case.
+        subject: with the setting to test. What a Compiler makes of a program is judged by ``harness.on_autograd``, in this process.
         seed: of the inputs and the field's keys; the same seed gives the same verdict.
         clock: measures the phases ``build``, ``pass``, ``run`` and ``judge``.
         laws: by name.
@@ -103,6 +105,10 @@ def check(
     """
     timer = clock or _NoClock()
     try:
+        if isinstance(subject, Compiler):
+            return check_autograd(program, subject, seed=seed, clock=timer)
+        if not isinstance(program, Program) or program.autograd is not None:
+            return undecided("unsupported", f"{subject.feature} is about graphs without a backward")
         refusal = subject.refuses(program)
         if refusal is not None:
             return undecided("outside_contract", refusal)
@@ -119,12 +125,12 @@ def check(
         return undecided("harness_failed", f"the harness itself failed: {type(error).__name__}: {error} ({where})")
 
 
-def signatures(verdict: Verdict, subject: Subject) -> tuple[tuple[Reason, Signature], ...]:
+def signatures(verdict: Verdict, subject: Subject | Compiler) -> tuple[tuple[Reason, Signature], ...]:
     """Each failing reason of ``verdict`` with what makes it the same fault as another."""
     return tuple((reason, _signature(reason, subject)) for reason in verdict.reasons if reason.status == "FAIL")
 
 
-def _signature(reason: Reason, subject: Subject) -> Signature:
+def _signature(reason: Reason, subject: Subject | Compiler) -> Signature:
     is_exception = reason.law in ("applies", "runs")
     detail = normalise_message(reason.seen or "") if is_exception else reason.detail
     return Signature(subject.feature, subject.label, reason.law, reason.kind, detail)

@@ -17,6 +17,7 @@ import click
 from harness.errors import HarnessError
 
 if TYPE_CHECKING:
+    from harness.executors.autograd import Case
     from harness.hunt import HuntReport
     from harness.ledger import Fault, Ledger
     from harness.levels import Level, Levels
@@ -365,18 +366,19 @@ def check(file: Path, feature: str, subject: str, where: _Where, as_json: bool) 
     """Judge what a subject does to one program.
 
     FILE is a Program or a finding (.json), or Python (.py) with program(*tensors) and inputs(rank, world_size),
-    optionally WORLD_SIZE and COMPILE.
+    optionally WORLD_SIZE and COMPILE; with a backward also num_backward and backward_seed.
     """
-    from harness.casefile import read_case
+    from harness.casefile import read_case, read_source
     from harness.errors import Unsupported
     from harness.ledger import load_ledger
+    from harness.spec.protocols import Compiler
     from harness.subjects.registry import load_subject
 
     output = _output(as_json)
     loaded = load_subject(subject, feature=feature)
     ledger = load_ledger()
     try:
-        program = read_case(file)
+        program = read_source(file) if isinstance(loaded, Compiler) else read_case(file)
     except Unsupported as error:
         return _undecided(output, f"{file}: {error}")
     with where.open() as levels:
@@ -391,7 +393,7 @@ def check(file: Path, feature: str, subject: str, where: _Where, as_json: bool) 
     return _conclude(output, rows)
 
 
-def _judge(program: Program, subject: Subject, ledger: Ledger, levels: Levels, *, seed: int = 0) -> Row:
+def _judge(program: Program | Case, subject: Subject, ledger: Ledger, levels: Levels, *, seed: int = 0) -> Row:
     from harness.check import signatures
     from harness.report.console import Row, variant_name
 

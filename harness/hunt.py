@@ -234,7 +234,7 @@ class _Hunter:
         judge: Judge,
     ) -> None:
         self.feature = feature
-        self.variants = subject.variants()
+        self.variants = [v for v in subject.variants() for _ in range(getattr(v, "weight", 1))]
         self.world_sizes = (world_size,) if world_size is not None else (2, 4)
         self.strategy = resolve(FEATURES[feature].strategy)
         self.ledger = ledger
@@ -402,5 +402,9 @@ def _size(program: Program) -> tuple[int, ...]:
         for size in spec.shape:
             numel *= size
         elements += numel
-    counts = (len(program.ops), len(program.inputs), len(program.outputs))
+    functions = () if program.autograd is None else program.autograd.functions
+    within = sum(len(f.forward) + len(f.backward) + len(f.saved) + len(f.kept) + len(f.dirty) + len(f.outputs) for f in functions)
+    num_backward = 0 if program.autograd is None else program.autograd.num_backward + len(program.autograd.hooks)
+    modes = sum(op.mode is not None for op in program.ops)
+    counts = (len(program.ops) + within + num_backward, modes, len(program.inputs), len(program.outputs))
     return (program.world_size, *counts, elements, len(program.groups))

@@ -6,10 +6,11 @@ from contextlib import ExitStack, nullcontext
 from typing import Final, Literal, Protocol
 
 from harness.check import check
+from harness.executors.autograd import Case
 from harness.executors.ranks.pool import DEADLINE_S, Pool, RankPool
 from harness.on_ranks import undecided
 from harness.spec.program import Program
-from harness.spec.protocols import Clock, Subject
+from harness.spec.protocols import Clock, Compiler, Subject
 from harness.spec.verdict import Verdict
 from harness.twin import Twin
 from harness.worker import PRELOAD
@@ -30,7 +31,7 @@ def default_deadline(level: Level) -> float:
 class Judge(Protocol):
     """Judges one program, as ``check`` does."""
 
-    def __call__(self, program: Program, subject: Subject, *, seed: int = 0, clock: Clock | None = None) -> Verdict: ...
+    def __call__(self, program: Program | Case, subject: Subject | Compiler, *, seed: int = 0, clock: Clock | None = None) -> Verdict: ...
 
 
 class Levels:
@@ -63,10 +64,12 @@ class Levels:
         self._stack.close()
         self._pools.clear()
 
-    def check(self, program: Program, subject: Subject, *, seed: int = 0, clock: Clock | None = None) -> Verdict:
+    def check(self, program: Program | Case, subject: Subject | Compiler, *, seed: int = 0, clock: Clock | None = None) -> Verdict:
         """Judge one program; the ranks of its world size are started once."""
         if self.level == "lockstep":
             return check(program, subject, seed=seed, clock=clock, twin=self.twin)
+        if isinstance(subject, Compiler) or not isinstance(program, Program):
+            return undecided("unsupported", f"{subject.feature} is judged in one process, not on ranks")
         if program.world_size not in self._pools and self._is_remote:
             return undecided("world_size", f"the program has {program.world_size} ranks; torchrun started {', '.join(map(str, self._pools))}")
         if program.world_size not in self._pools:

@@ -19,7 +19,7 @@ LAYERS = (
     {"report"},
     {"levels"},
     {"check", "ledger", "findings"},
-    {"on_compiler"},
+    {"on_compiler", "on_autograd"},
     {"on_ranks", "twin"},
     {"worker"},
     {"subjects"},

@@ -51,6 +51,17 @@ FEATURES: Final[Mapping[str, Feature]] = {
         "harness.check:BUCKETING_LAWS",
         "harness.subjects.graph_pass:from_callable",
     ),
+    "mutation": Feature(
+        "put back what forward and backward write in place: once, in the half where it happened, gradients connected",
+        {
+            "inductor": "harness.subjects.autograd:mutation_inductor",
+            "aot_eager": "harness.subjects.autograd:mutation_aot_eager",
+            "aot_autograd": "harness.subjects.autograd:mutation_aot_autograd",
+        },
+        "harness.strategies.mutations:mutation_programs",
+        "harness.oracles.mutation:MUTATION_LAWS",
+        "harness.subjects.autograd:from_backend",
+    ),
 }
 
 
@@ -109,7 +120,7 @@ def adapt(name: str, found: Any, feature: str) -> Subject:
     Raises:
         UnknownSubject: it is neither.
     """
-    if all(hasattr(found, attribute) for attribute in ("apply", "variants", "promises", "label")):
+    if all(hasattr(found, attribute) for attribute in ("variants", "promises", "label")) and (hasattr(found, "apply") or hasattr(found, "session")):
         subject: Subject = found
         return subject
     if not callable(found):
