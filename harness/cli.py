@@ -208,12 +208,12 @@ def hunt(
     """Draw programs, judge what a subject does to them, shrink and store what fails."""
     if seconds is not None and cases is not None:
         raise click.UsageError("--seconds and --cases exclude each other")
-    from harness.subjects.registry import FEATURES, load_subject
+    from harness.subjects.registry import FEATURES, features_with, load_subject
 
     for name in features:
         if name not in FEATURES:
             raise click.UsageError(f"no feature {name!r}; there are: {', '.join(FEATURES)}")
-    names = list(dict.fromkeys(features)) or list(FEATURES)
+    names = list(dict.fromkeys(features)) or list(features_with(subject))
     out.mkdir(parents=True, exist_ok=True)
     loaded = {name: load_subject(subject, feature=name) for name in names}
     import random
@@ -396,10 +396,12 @@ def check(file: Path, feature: str, subject: str, where: _Where, as_json: bool) 
 def _judge(program: Program | Case, subject: Subject, ledger: Ledger, levels: Levels, *, seed: int = 0) -> Row:
     from harness.check import signatures
     from harness.report.console import Row, variant_name
+    from harness.spec.program import Program
 
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     verdict: Verdict = levels.check(program, subject, seed=seed)
-    faults = [ledger.match(signature) for _, signature in signatures(verdict, subject)]
+    given = program if isinstance(program, Program) else None
+    faults = [ledger.match(signature, given) for _, signature in signatures(verdict, subject)]
     name = variant_name(subject.label, subject.options)
     return Row(name, verdict, tuple(None if fault is None else fault.id for fault in faults))
 

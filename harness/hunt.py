@@ -324,7 +324,7 @@ class _Hunter:
         self._count(verdict, variant, shrinking)
         unknown: Signature | None = None
         for _, signature in signatures(verdict, variant):
-            fault = self.ledger.match(signature)
+            fault = self.ledger.match(signature, program)
             if fault is not None:
                 if not self.report.known[fault.id]:
                     self.observer.known(fault)

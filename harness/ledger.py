@@ -21,7 +21,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from harness.errors import InvalidProgram
-from harness.spec.program import LIMITS
+from harness.ops.traits import TRAITS, traits
+from harness.spec.program import LIMITS, Program
 from harness.spec.protocols import OptionValue
 from harness.spec.verdict import Signature
 
@@ -38,6 +39,7 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         summary: one line: what is wrong where.
         program: the minimal program, relative to the golden folder.
         options: of the subject, that show it on that program.
+        needs: what a program makes use of (``harness.ops.traits``) for the fault to show: wrong values of other programs are not this one.
         upstream: the reference of the upstream issue, or empty.
         found: when.
     """
@@ -53,11 +55,14 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     options: dict[str, OptionValue]
     found: date
     detail: str = "*"
+    needs: tuple[str, ...] = ()
     upstream: str = ""
 
-    def matches(self, signature: Signature, torch_version: str) -> bool:
-        """Whether ``signature``, seen with that torch, is this fault."""
+    def matches(self, signature: Signature, torch_version: str, program: Program | None = None) -> bool:
+        """Whether ``signature``, seen with that torch on that program, is this fault; what is needed of a program is not known of None."""
         if not SpecifierSet(self.torch).contains(Version(torch_version), prereleases=True):
+            return False
+        if self.needs and (program is None or not traits(program).issuperset(self.needs)):
             return False
         return all(
             fnmatchcase(getattr(signature, field), _escaped(getattr(self, field)))
@@ -80,9 +85,9 @@ class Ledger(Struct, frozen=True):
     faults: tuple[Fault, ...]
     torch_version: str
 
-    def match(self, signature: Signature) -> Fault | None:
-        """The known fault that ``signature`` shows, or None."""
-        return next((fault for fault in self.faults if fault.matches(signature, self.torch_version)), None)
+    def match(self, signature: Signature, program: Program | None = None) -> Fault | None:
+        """The known fault that ``signature`` shows on ``program``, or None."""
+        return next((fault for fault in self.faults if fault.matches(signature, self.torch_version, program)), None)
 
 
 @lru_cache(maxsize=1)
@@ -139,6 +144,9 @@ def _faults_of(entries: list[Fault]) -> Iterator[tuple[str, str]]:
         for field in ("torch", "law", "kind"):
             if getattr(fault, field) in ("", "*"):
                 yield f"{path}.{field}", "must be given: an entry that matches everything hides everything"
+        for name in fault.needs:
+            if name not in TRAITS:
+                yield f"{path}.needs", f"{name!r}; must be of {', '.join(TRAITS)}"
         if not fault.summary.strip() or "\n" in fault.summary:
             yield f"{path}.summary", "must be one line that says what is wrong where"
         seen.add(fault.id)

@@ -32,6 +32,10 @@ class Refusal(NamedTuple):
 REFUSALS: Final = (
     Refusal("Unsupported", ".*", "Dynamo breaks the graph here, which fullgraph forbids (torch._dynamo.exc.Unsupported)"),
     Refusal("RuntimeError", "torch.compile with aot_autograd does not currently support double backward", "double backward (the message says so)"),
+    Refusal("AssertionError", "a backward input that had data mutated in an autograd-aware way. This is not supported", "a gradient that backward writes with grad mode on (the message says so)"),
+    Refusal("AssertionError", r"aot_autograd\(\) does not yet handle non-differentiable view input mutations", "writes to inputs that share memory but not a base (the message says so)"),
+    Refusal("AssertionError", r"Encountered a (set_|resize_) on a graph input, but the input has other mutations", "set_ or resize_ beside writes that cannot stay in the graph (the message says so)"),
+    Refusal("RuntimeError", "During torch.compile, encountered a mutation on a view chain .* as_strided", "a write through as_strided of a view (the message says that it is banned)"),
 )
 """What counts neither as a fault nor as parity."""
 

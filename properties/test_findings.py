@@ -187,7 +187,7 @@ def test_wrong_type_anywhere_is_refused_or_harmless(tmp_path: Path, finding: Fin
         assert error.path.startswith("$")
         assert str(path) in str(error)
     else:
-        assert place[-1] in ("kwargs", "options", "environment") or "schema_version" in place
+        assert place[-1] in ("kwargs", "options", "environment", "autograd") or "schema_version" in place
 
 
 @given(collective_programs(max_collectives=2).filter(lambda p: p.ops), st.data())

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from packaging.specifiers import SpecifierSet
 
 from harness.check import check, signatures
 from harness.errors import InvalidProgram
 from harness.findings import load_program
 from harness.ledger import Fault, Ledger, golden_folder, installed_torch, load_ledger
-from harness.spec.program import LIMITS
+from harness.spec.program import LIMITS, Autograd, Function, Program, Ref, TensorSpec
 from harness.spec.verdict import Signature
 from harness.subjects.registry import load_subject
 
@@ -68,7 +69,7 @@ def test_known_fault_still_shows(fault: Fault) -> None:
     name = fault.subject.partition(":")[0].partition("/")[0]
     subject = load_subject(name, feature=fault.feature, options=fault.options)
     shown = [signature for _, signature in signatures(check(program, subject), subject)]
-    assert any(fault.matches(signature, installed_torch()) for signature in shown), (
+    assert any(fault.matches(signature, installed_torch(), program) for signature in shown), (
         f"{fault.id} no longer shows under torch {installed_torch()}; end its version range. Seen: {shown}"
     )
 
@@ -92,6 +93,17 @@ def test_fault_is_known_in_its_versions_only(version: str, known: bool) -> None:
     """An entry matches in the versions of its range, nightlies too, and in no other."""
     signature = Signature("bucketing", "inductor:all_gather/default", "applies", "RuntimeError", "anything")
     assert (Ledger((_fault(),), version).match(signature) is not None) == known
+
+
+def test_fault_that_needs_something_of_a_program_is_known_on_such_programs_only() -> None:
+    """Wrong values of a program that does not use what the fault is about are no known fault."""
+    signature = Signature("bucketing", "inductor:all_gather/default", "applies", "RuntimeError", "anything")
+    dirty = Function(1, (), (Ref(0),), dirty=(0,), grads=(None,))
+    program = Program(1, (), (TensorSpec((2,), "float32"),), (), (Ref(0),), autograd=Autograd((dirty,)))
+    ledger = Ledger((_fault(needs=("mark_dirty",)),), "2.13.0")
+    assert ledger.match(signature, program) is not None
+    assert ledger.match(signature, replace(program, autograd=Autograd())) is None
+    assert ledger.match(signature) is None
 
 
 def _load(tmp_path: Path, text: str) -> Ledger:

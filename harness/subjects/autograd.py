@@ -5,6 +5,7 @@ Everything is compiled anew, without caches, in the thread that runs it: torch's
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -54,9 +55,19 @@ class _Session:
         self._compiled = compiled
         self.num_graphs = 0
         self.joint: JointRecord | None = None
+        self.has_raised = False
 
     def wrap(self, fn: Callable[..., Any], /) -> Callable[..., Any]:
-        return self._compiled(fn, self)
+        compiled = self._compiled(fn, self)
+
+        def call(*args: Any) -> Any:
+            try:
+                return compiled(*args)
+            except Exception:
+                self.has_raised = True
+                raise
+
+        return call
 
 
 class Backend:
@@ -124,7 +135,10 @@ class Backend:
 
     @contextmanager
     def session(self, *, num_backward: int) -> Iterator[_Session]:
-        """See ``harness.spec.protocols.Compiler``."""
+        """See ``harness.spec.protocols.Compiler``.
+
+        Dispatch keys are put back afterwards: a compile that raises in inference mode leaves them changed when its frames are freed.
+        """
         reset = private("torch._dynamo", "reset")
         with ExitStack() as stack:
             stack.enter_context(private("torch._functorch", "config").patch(donated_buffer=num_backward < 2, enable_autograd_cache=False))
@@ -136,7 +150,12 @@ class Backend:
                 stack.enter_context(private("torch._inductor", "config").patch(force_disable_caches=True, compile_threads=1))
             reset()
             stack.callback(reset)
-            yield _Session(self._torch_compile)
+            include, exclude = (private("torch._C", f"_dispatch_tls_local_{which}_set")() for which in ("include", "exclude"))
+            stack.enter_context(private("torch._C", "_ForceDispatchKeyGuard")(include, exclude))
+            session = _Session(self._torch_compile)
+            yield session
+            if session.has_raised:
+                gc.collect()
 
     def _torch_compile(self, fn: Callable[..., Any], session: _Session) -> Callable[..., Any]:
         import torch

@@ -17,7 +17,7 @@ from harness.errors import UnknownSubject
 if TYPE_CHECKING:
     from harness.spec.protocols import OptionValue, Subject
 
-__all__ = ["FEATURES", "Feature", "adapt", "load_subject", "resolve", "subject_names"]
+__all__ = ["FEATURES", "Feature", "adapt", "features_with", "load_subject", "resolve", "subject_names"]
 
 ENTRY_POINT_GROUP: Final = "harness.subjects"
 
@@ -71,6 +71,11 @@ def subject_names(feature: str | None = None) -> tuple[str, ...]:
     names = {name for f in features for name in f.subjects}
     names.update(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
     return tuple(sorted(names))
+
+
+def features_with(subject: str) -> tuple[str, ...]:
+    """The features that have a built-in subject by that name; the first where none has, for then it is a user's pass."""
+    return tuple(name for name, feature in FEATURES.items() if subject in feature.subjects) or tuple(FEATURES)[:1]
 
 
 def load_subject(name: str, *, feature: str | None = None, options: Mapping[str, OptionValue] | None = None) -> Subject:

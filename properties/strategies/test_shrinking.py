@@ -61,7 +61,7 @@ def _has_transpose(a: Anatomy) -> bool:
         (_has_two_groups, 4, 2),
         (_has_three_reductions, 6, 3),
         (_has_write_to_operand, 7, 3),
-        (_has_transpose, 7, 3),
+        (_has_transpose, 8, 3),
     ],
     ids=["any", "two dtypes", "two waits", "chain", "two groups", "three reductions", "write", "transpose"],
 )

@@ -62,7 +62,7 @@ def test_a_pass_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "no subject 'nothing'; there are inductor, reference"),
+        ("nothing", "no subject 'nothing'; there are aot_autograd, aot_eager, inductor, reference"),
         ("no.such.module:f", "does not import"),
         ("harness.errors:Nothing", "has no attribute"),
         ("harness.errors:__doc__", "a pass"),
