@@ -15,6 +15,7 @@ from harness.spec.outcome import ErrorRecord, JointRecord, RankOutcome
 from harness.spec.program import Autograd, Program
 from harness.spec.protocols import Clock, Compiler
 from harness.spec.verdict import Reason, Verdict
+from harness.subjects.autograd import Model
 
 __all__ = ["REFUSALS", "Refusal", "check_autograd"]
 
@@ -30,8 +31,9 @@ class Refusal(NamedTuple):
 
 
 REFUSALS: Final = (
+    Refusal("Unsupported", "unsupported .*: ", "outside what the model knows (harness.reference.mutation)"),
     Refusal("Unsupported", ".*", "Dynamo breaks the graph here, which fullgraph forbids (torch._dynamo.exc.Unsupported)"),
-    Refusal("RuntimeError", "torch.compile with aot_autograd does not currently support double backward", "double backward (the message says so)"),
+    Refusal("RuntimeError", "(torch.compile with aot_autograd does not currently|the model does not) support double backward", "double backward (the message says so)"),
     Refusal("AssertionError", "a backward input that had data mutated in an autograd-aware way. This is not supported", "a gradient that backward writes with grad mode on (the message says so)"),
     Refusal("AssertionError", r"aot_autograd\(\) does not yet handle non-differentiable view input mutations", "writes to inputs that share memory but not a base (the message says so)"),
     Refusal("AssertionError", r"Encountered a (set_|resize_) on a graph input, but the input has other mutations", "set_ or resize_ beside writes that cannot stay in the graph (the message says so)"),
@@ -75,7 +77,7 @@ def check_autograd(case: Case | Program, subject: Compiler, *, seed: int = 0, cl
     with clock.phase("judge"):
         if _is_ahead_of_time(case, eager, error):
             return Verdict("PASS", strength="tested", num_trials=1, notes=(Reason("refuses", "PASS", "ahead_of_time", "what eager refuses in backward is refused already while compiling"),))
-        expected = _expected(case, joint)
+        expected = None if joint is None or subject.name == "reference" else _expected(case, joint)
         said: dict[str, list[Reason]] = {}
         for number, (old, new) in enumerate(zip(eager, compiled, strict=False)):
             runs = Runs(old, new, graphs[0] if graphs else 0, joint, expected)
@@ -102,8 +104,14 @@ def _is_ahead_of_time(case: Case, eager: list[RankOutcome], error: ErrorRecord |
     return run_case(with_backward)[0].error is not None
 
 
-def _expected(case: Case, joint: JointRecord | None) -> JointRecord | None:
-    return None
+def _expected(case: Case, joint: JointRecord) -> JointRecord | None:
+    """What our model makes of the case; None where it does not know it, or where inputs are not numbered alike because they share memory."""
+    if case.program is not None and any(spec.view_of is not None or spec.same_as is not None for spec in case.program.inputs):
+        return None
+    with Model().session(num_backward=case.autograd.num_backward) as session:
+        run_case(case._replace(autograd=replace(case.autograd, num_backward=0)), session.wrap)
+    found = session.joint
+    return found if found is not None and (found.num_inputs, found.has_backward) == (joint.num_inputs, joint.has_backward) else None
 
 
 def _num_written(eager: RankOutcome) -> int:

@@ -11,7 +11,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -88,14 +88,25 @@ def case_of_file(path: Path) -> Case:
     return case._replace(autograd=Autograd(num_backward=numbers["num_backward"]), backward_seed=numbers["backward_seed"])
 
 
-def run_case(case: Case, wrap: Wrap | None = None, *, num_calls: int = 1, after_call: Callable[[], object] = lambda: None) -> list[RankOutcome]:
+def run_case(
+    case: Case,
+    wrap: Wrap | None = None,
+    *,
+    num_calls: int = 1,
+    after_call: Callable[[], object] = lambda: None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    after_forward: Callable[[Sequence[Tensor]], object] = lambda roots: None,
+    past_errors: bool = False,
+) -> list[RankOutcome]:
     """Run a case from its beginning to its last backward.
 
     Args:
         case: see ``Case``.
         wrap: makes the compiled form of what is called, or of the function that a user's file names with ``COMPILE``; None for eager.
-        num_calls: how often it is called, each time on fresh arguments; what a module holds stays. An error ends them all.
+        num_calls: how often it is called, each time on fresh arguments; what a module holds stays. An error ends them all, unless ``past_errors``.
         after_call: called after each, its backward included.
+        around: the context that each forward runs in, not its backward.
+        after_forward: called with what backward will begin from, before it runs.
 
     Returns:
         One outcome a call, with a stage after forward and one after each backward; after an error, those before it.
@@ -107,9 +118,9 @@ def run_case(case: Case, wrap: Wrap | None = None, *, num_calls: int = 1, after_
         call = _callable(case, namespace, inputs, wrap)
         outcomes: list[RankOutcome] = []
         while True:
-            outcomes.append(_run(case, call, inputs))
+            outcomes.append(_run(case, call, inputs, around, after_forward))
             after_call()
-            if len(outcomes) == num_calls or outcomes[-1].error is not None:
+            if len(outcomes) == num_calls or (outcomes[-1].error is not None and not past_errors):
                 return outcomes
             inputs = _inputs(case, namespace, inputs)
 
@@ -155,18 +166,20 @@ def _declared(program: Program, seed: int, before: _Inputs | None) -> _Inputs:
     """The inputs that a Program declares; those that its module holds are the same as before."""
     looked_at: list[Tensor] = []
     leaves: list[Tensor | None] = []
-    values = draw_concrete(program, "small", seed, 0)
+    values = [value.detach() for value in draw_concrete(program, "small", seed, 0)]
     for i, (spec, value) in enumerate(zip(program.inputs, values, strict=True)):
         leaf: Tensor | None = None
         if spec.same_as is not None:
             made = looked_at[spec.same_as]
         elif before is not None and spec.role != "argument":
             made, leaf = before.looked_at[i], before.leaves[i]
+            if made.grad_fn is not None:
+                made.detach_()
         elif spec.view_of is not None:
             base = looked_at[spec.view_of]
             made = (base if spec.requires_grad else base.detach()).as_strided(spec.shape, _stride(spec), spec.storage_offset)
             if spec.requires_grad and not base.requires_grad:
-                leaf = made.requires_grad_()
+                leaf = made = made.detach().requires_grad_()
         elif spec.role == "parameter":
             made = torch.nn.Parameter(value, requires_grad=spec.requires_grad)
             leaf = made if spec.requires_grad else None
@@ -213,26 +226,35 @@ class _Watched:
         self.stages.append(Stage(name, inputs, others[:num], told, others[num + len(reached) :]))
 
 
-def _run(case: Case, call: Callable[..., Any], inputs: _Inputs) -> RankOutcome:
+def _run(
+    case: Case,
+    call: Callable[..., Any],
+    inputs: _Inputs,
+    around: Callable[[], AbstractContextManager[object]],
+    after_forward: Callable[[Sequence[Tensor]], object],
+) -> RankOutcome:
     watched = _Watched(inputs)
     at = "forward"
     try:
         for hook in case.autograd.hooks:
             if hook.of == "input":
                 _double(inputs.looked_at[hook.number])
-        returned = call(*inputs.args)
+        with around():
+            returned = call(*inputs.args)
         watched.outputs = [t for t in (returned if isinstance(returned, (tuple, list)) else (returned,)) if isinstance(t, Tensor)]
         roots = [t for t in (*watched.outputs, *inputs.looked_at) if t.requires_grad and t.grad_fn is not None]
         num_backward = case.autograd.num_backward if roots and any(t is not None for t in inputs.leaves) else 0
         watched.stage("forward", is_last=not num_backward)
+        after_forward(roots)
         for hook in case.autograd.hooks:
             if hook.of == "output":
                 _double(watched.outputs[hook.number])
         generator = torch.Generator().manual_seed(case.backward_seed)
-        seeds = [torch.randint(-3, 4, t.shape, generator=generator).to(t.dtype) for t in roots]
+        drawn = [torch.randint(-3, 4, t.shape, generator=generator).to(t.dtype) for t in roots]
         for number in range(num_backward):
             at = f"backward {number + 1}"
             is_last = number + 1 == num_backward
+            seeds = [seed.clone() for seed in drawn]
             grads = _grads(roots, inputs.leaves, seeds, retain_graph=not is_last, create_graph=is_last and case.autograd.is_double)
             watched.stage(at, grads, seeds, is_last=is_last and not case.autograd.is_double)
         if num_backward and case.autograd.is_double:

@@ -38,14 +38,22 @@ def record(
     storages: dict[int, int] = {}
     owners = [storages.setdefault(tensor.untyped_storage()._cdata, len(storages)) for tensor in tensors]
     changes = [*(version_of(t) - v for t, v in zip(inputs, versions, strict=True)), *(version_of(t) for t in outputs)]
+    connected = [(t.requires_grad, _has_grad_fn(t)) for t in tensors]
     groups = _version_groups(tensors) if with_groups and len(storages) < len(tensors) else list(range(len(tensors)))
     records = tuple(
         [
-            _tensor_record(t, h, storage, change, group, keep)
-            for t, h, storage, change, group in zip(tensors, halves or [None] * len(tensors), owners, changes, groups, strict=True)
+            _tensor_record(t, h, storage, change, group, keep, *grad)
+            for t, h, storage, change, group, grad in zip(tensors, halves or [None] * len(tensors), owners, changes, groups, connected, strict=True)
         ]
     )
     return records[: len(inputs)], records[len(inputs) :]
+
+
+def _has_grad_fn(tensor: Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a view whose base was written in a way that autograd cannot replay: it refuses when asked
+        return True
 
 
 def _version_groups(tensors: list[Tensor]) -> list[int]:
@@ -67,7 +75,9 @@ def _version_groups(tensors: list[Tensor]) -> list[int]:
     return groups
 
 
-def _tensor_record(tensor: Tensor, half: Tensor | None, storage: int, version: int, group: int, keep: bool) -> TensorRecord:
+def _tensor_record(
+    tensor: Tensor, half: Tensor | None, storage: int, version: int, group: int, keep: bool, requires_grad: bool, has_grad_fn: bool
+) -> TensorRecord:
     data = _raw_bytes(tensor)
     field_data = None if half is None else _raw_bytes(half)
     return TensorRecord(
@@ -83,8 +93,8 @@ def _tensor_record(tensor: Tensor, half: Tensor | None, storage: int, version: i
         group,
         data if keep else None,
         field_data if keep else None,
-        tensor.requires_grad,
-        tensor.grad_fn is not None,
+        requires_grad,
+        has_grad_fn,
     )
 
 

@@ -11,7 +11,7 @@ from harness.spec.verdict import Reason, normalise_message
 
 __all__ = ["MUTATION_LAWS", "MutationLaw", "Runs"]
 
-_STALE: Final = "modified by an inplace operation"
+_STALE: Final = ("modified by an inplace operation", "is being modified inplace", "has been modified inplace")
 _INEXACT: Final = ("float32",)
 
 
@@ -54,7 +54,7 @@ def refuses(r: Runs) -> list[Reason]:
 
 
 def refuses_stale(r: Runs) -> list[Reason]:
-    """Where eager refuses backward because a saved tensor was written since, compiled refuses it too.
+    """Where eager refuses because a saved tensor, or the base of a view, was written since, compiled refuses it too.
 
     Nothing promises it of a write inside the compiled graph: functionalised, the saved value is another than the written one, and its
     gradient the right one of the program as it stands. Writes outside are caught through ``versions_advance``.
@@ -66,7 +66,7 @@ def refuses_stale(r: Runs) -> list[Reason]:
 
 
 def _is_stale_accepted(r: Runs) -> bool:
-    return r.compiled.error is None and r.eager.error is not None and _STALE in r.eager.error.message
+    return r.compiled.error is None and r.eager.error is not None and any(text in r.eager.error.message for text in _STALE)
 
 
 def equal_outputs(r: Runs) -> list[Reason]:
@@ -180,11 +180,12 @@ def counters_agree(r: Runs) -> list[Reason]:
     """The counters that are noted for an input after forward and after backward are those of our model."""
     if r.joint is None or r.expected is None or not r.joint.after_forward:
         return []
-    for when in ("after_forward", "after_backward"):
-        for i, seen in zip(r.joint.in_graph, getattr(r.joint, when), strict=True):
-            expected: Counters = getattr(r.expected, when)[i]
-            if _advanced(expected) != _advanced(seen):
-                return [_reason("counters_agree", when, f"input {i} has counters {_told(seen)} {when.replace('_', ' ')}, the model {_told(expected)}", f"input {i}", _told(expected), _told(seen))]
+    for i, *noted in zip(r.joint.in_graph, r.joint.after_forward, r.joint.after_backward, strict=True):
+        expected = r.expected.after_forward[i], r.expected.after_backward[i]
+        for when, old, new in zip(("forward", "backward"), _advances(*expected), _advances(*noted), strict=True):
+            if old != new:
+                told, seen = (f"{_told(a)}, then {_told(b)}" for a, b in (expected, noted))
+                return [_reason("counters_agree", when, f"input {i} has counters {seen} in {when}, the model {told}", f"input {i}", told, seen)]
     return []
 
 
@@ -282,8 +283,10 @@ def _roles(one: str, other: str) -> str:
     return " and ".join(sorted(name.split()[0] for name in (one, other)))
 
 
-def _advanced(counters: Counters) -> tuple[bool, bool, bool]:
-    return counters.data > 0, counters.storage > 0, counters.resize > 0
+def _advances(forward: Counters, backward: Counters) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which counters advanced in forward, and which in backward."""
+    first, last = ((c.data, c.storage, c.resize) for c in (forward, backward))
+    return tuple(f > 0 for f in first), tuple(b > f for f, b in zip(first, last, strict=True))
 
 
 def _told(counters: Counters) -> str:

@@ -82,6 +82,8 @@ class _Draft:
         self.functions: list[Function] = []
         self.values: list[Ref] = []
         self.guarded: set[int] = set()
+        self.left: list[TensorMeta] = []
+        self.rebound: set[Ref] = set()
         self.used: set[Ref] = set()
         self._num_storages = 0
 
@@ -168,7 +170,9 @@ class _Draft:
         if key[1] % 8 == 7:
             outputs += outputs[:1]
         outputs = outputs or self.values[-1:]
-        hooks = (Hook("input" if key[2] % 2 else "output", key[3] % (num if key[2] % 2 else len(outputs))),) if key[2] >= 232 else ()
+        leaves = [i for i, ref in enumerate(outputs) if ref.value >= num and ref not in self.used]
+        of: list[tuple[Literal["input", "output"], int]] = [("input", i) for i in range(num)] if key[2] % 2 else [("output", i) for i in leaves]
+        hooks = (Hook(*of[key[3] % len(of)]),) if key[2] >= 232 and of else ()
         num_backward = 1 if key[4] < 176 else 2 if key[4] < 224 else 0
         autograd = Autograd(tuple(self.functions), num_backward, num_backward == 1 and key[5] >= 250, hooks)
         return Program(1, (), tuple(self.inputs), tuple(self.ops), tuple(outputs), autograd=autograd)
@@ -332,19 +336,32 @@ def _set(d: _Draft, s: bytes) -> None:
     if x is None or x.item is not None:
         return
     meta = d.meta(x)
-    y = d.pick(s[3], lambda m: m.shape == meta.shape and m.dtype == meta.dtype and m.storage != meta.storage)
-    if y is not None:
-        d.add("autograd.set_", x, y, mode="no_grad", is_value=False)
+    kept = {m.storage for m, spec in zip(d.metas, d.inputs, strict=False) if isinstance(m, TensorMeta) and spec.role != "argument"}
+
+    def fits(m: TensorMeta) -> bool:
+        """Memory of the same geometry where a module holds ``x``: the next call finds it so."""
+        return m.shape == meta.shape and m.dtype == meta.dtype and m.storage != meta.storage and (meta.storage not in kept or (m.stride, m.offset) == (meta.stride, 0))
+
+    y = d.pick(s[3], fits)
+    if y is None:
+        return
+    d.add("autograd.set_", x, y, mode="no_grad", is_value=False)
+    d.left.append(meta)
+    d.rebound.add(x)
+    d.values = [ref for ref in d.values if ref == x or d.meta(ref) != meta]  # they may be the very tensor that now has other memory
 
 
 def _resize(d: _Draft, s: bytes) -> None:
-    """Give memory back and take it again, as FSDP does; the values are written anew."""
-    x = d.pick(s[1], lambda m: _is_float(m) and m.numel > 0 and is_injective(m))
-    if x is None:
+    """Give an input's memory back and take it again, as FSDP does; all values are written anew, for a resize leaves them undefined."""
+    tensors = [*d.left, *(m for found in d.metas for m in ((found,) if isinstance(found, TensorMeta) else found))]
+
+    def num_elements(meta: TensorMeta) -> int:
+        return max(storage_numel(m.shape, m.stride, m.offset) for m in tensors if m.storage == meta.storage)
+
+    x = d.pick(s[1], lambda m: _is_float(m) and m.numel > 0 and is_injective(m) and m.numel == num_elements(m))
+    if x is None or x.value >= len(d.inputs) or x in d.rebound:
         return
-    meta = d.meta(x)
-    tensors = [m for found in d.metas for m in ((found,) if isinstance(found, TensorMeta) else found)]
-    num_bytes = max(storage_numel(m.shape, m.stride, m.offset) * DTYPES[m.dtype].itemsize for m in tensors if m.storage == meta.storage)
+    num_bytes = d.meta(x).numel * DTYPES[d.meta(x).dtype].itemsize
     kept = d.add("aten.clone.default", x, mode="no_grad", is_value=False)
     d.add("autograd.resize_storage_", x, 0, mode="no_grad", is_value=False)
     d.add("autograd.resize_storage_", x, num_bytes, mode="no_grad", is_value=False)

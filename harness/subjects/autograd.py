@@ -11,15 +11,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
+import torch
 from torch.fx import GraphModule, Node
 
 from harness.errors import UnknownSubject
 from harness.graph.private import private
+from harness.reference.mutation import Functionalised, functionalise
 from harness.spec.outcome import Counters, JointRecord
 from harness.spec.program import Program
 from harness.spec.protocols import Compiler, OptionValue
 
-__all__ = ["BACKENDS", "PROMISES", "Backend", "from_backend", "mutation_aot_autograd", "mutation_aot_eager", "mutation_inductor"]
+__all__ = ["BACKENDS", "PROMISES", "Backend", "Model", "from_backend", "mutation_aot_autograd", "mutation_aot_eager", "mutation_inductor", "mutation_reference"]
 
 BACKENDS: Final = ("aot_eager", "aot_eager_decomp_partition", "aot_autograd", "inductor")
 """What the installed torch compiles with; ``aot_autograd`` is ``aot_function`` without Dynamo, which shows its joint graph."""
@@ -158,8 +160,6 @@ class Backend:
                 gc.collect()
 
     def _torch_compile(self, fn: Callable[..., Any], session: _Session) -> Callable[..., Any]:
-        import torch
-
         own = private("torch._dynamo", "lookup_backend")(self.backend) if isinstance(self.backend, str) else self.backend
 
         def counted(gm: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -221,11 +221,75 @@ def _joint(gm: GraphModule, in_graph: list[int], counted: list[Counters], *, has
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
         if node.args and isinstance(node.args[0], Node) and node.args[0] in primals:
-            copies.append((primals.index(node.args[0]), _HALVES.get(node.meta.get("partitioner_tag", ""), "forward" if not has_backward else "")))
+            if schema.name == "aten::copy_":
+                tag = node.meta.get("partitioner_tag", "")
+                copies.append((primals.index(node.args[0]), _HALVES.get(tag, "") if has_backward else "forward"))
         elif not (node.args and node.args[0] in placeholders):
             stray.append(str(node.target))
     half = len(in_graph) if len(counted) == 2 * len(in_graph) else 0
     return JointRecord(has_backward, len(primals), tuple(in_graph), tuple(counted[:half]), tuple(counted[half:]) if half else (), tuple(copies), tuple(stray))
+
+
+class Model:
+    """Our own functionaliser, ``harness.reference.mutation``, as a compiler."""
+
+    name = label = "reference"
+    feature = "mutation"
+    options: Mapping[str, OptionValue] = {}
+    focus: Mapping[str, Any] = {}
+    promises = PROMISES
+
+    def variants(self) -> tuple[Compiler, ...]:
+        """This one alone."""
+        return (self,)
+
+    def refuses(self, program: Program) -> str | None:
+        """What lies outside the contract."""
+        return "a program with collectives; the model runs programs of one rank" if program.groups else None
+
+    @contextmanager
+    def session(self, *, num_backward: int) -> Iterator[_Session]:
+        """See ``harness.spec.protocols.Compiler``."""
+        yield _Session(_modelled)
+
+
+def _modelled(fn: Callable[..., Any], session: _Session) -> Callable[..., Any]:
+    """``fn`` functionalised once for each geometry of its arguments; a module's tensors are arguments too."""
+    held: list[torch.Tensor] = []
+    function = fn
+    if isinstance(fn, torch.nn.Module):
+        named = {**dict(fn.named_parameters(remove_duplicate=False)), **dict(fn.named_buffers(remove_duplicate=False))}
+        held = list(named.values())
+
+        def function(*args: Any) -> Any:
+            return torch.func.functional_call(fn, dict(zip(named, args[: len(held)], strict=True)), args[len(held) :])
+
+    made: dict[tuple[object, ...], Functionalised] = {}
+
+    def call(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = (*held, *args)
+        key = _geometries(given)
+        if key not in made:
+            made[key] = functionalise(function, given)
+            session.num_graphs += 1
+            session.joint = made[key].record
+        return made[key].run(*given)
+
+    return call
+
+
+def _geometries(args: tuple[torch.Tensor, ...]) -> tuple[object, ...]:
+    """What ``functionalise`` depends on."""
+    storages, bases = [t.untyped_storage()._cdata for t in args], [id(t if t._base is None else t._base) for t in args]
+    return tuple(
+        (t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad, t.is_leaf, t.untyped_storage().nbytes(), storages.index(s), bases.index(b))
+        for t, s, b in zip(args, storages, bases, strict=True)
+    )
+
+
+def mutation_reference() -> Model:
+    """Our model of what AOTAutograd has to do."""
+    return Model()
 
 
 def mutation_inductor() -> Backend:

@@ -54,6 +54,7 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "mutation": Feature(
         "put back what forward and backward write in place: once, in the half where it happened, gradients connected",
         {
+            "reference": "harness.subjects.autograd:mutation_reference",
             "inductor": "harness.subjects.autograd:mutation_inductor",
             "aot_eager": "harness.subjects.autograd:mutation_aot_eager",
             "aot_autograd": "harness.subjects.autograd:mutation_aot_autograd",
