@@ -23,6 +23,7 @@ from harness.graph import build_all, collectives, fake_world, module_of
 from harness.on_autograd import check_autograd
 from harness.on_compiler import check_compiled
 from harness.on_ranks import applies_reason, check_on_ranks, promised_laws, undecided
+from harness.on_saved_tensors import check_saved_tensors
 from harness.ops import infer_program
 from harness.oracles import aliasing, equivalence, graphs, schedule
 from harness.oracles.evidence import Evidence, Law
@@ -30,6 +31,7 @@ from harness.spec.outcome import Outcome
 from harness.spec.program import PerRank, Program
 from harness.spec.protocols import Clock, Compiler, Subject
 from harness.spec.verdict import Reason, Signature, Verdict, normalise_message
+from harness.subjects.saved_tensors import HookBackend
 from harness.twin import Twin
 from harness.worker import error_record
 
@@ -105,6 +107,8 @@ def check(
     """
     timer = clock or _NoClock()
     try:
+        if isinstance(subject, HookBackend):
+            return check_saved_tensors(program, subject, seed=seed, clock=timer)
         if isinstance(subject, Compiler):
             return check_autograd(program, subject, seed=seed, clock=timer)
         if not isinstance(program, Program) or program.autograd is not None:

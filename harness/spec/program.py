@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from harness.errors import InvalidProgram
 from harness.spec.dtypes import DTYPES
+from harness.spec.saved_hooks import SAVED_HOOKS
 
 __all__ = [
     "LIMITS",
@@ -334,6 +335,9 @@ def _autograd_faults(program: Program, autograd: Autograd, names: set[str]) -> I
         count = len(program.inputs if hook.of == "input" else program.outputs)
         if not 0 <= hook.number < count:
             yield f"$.autograd.hooks[{i}].number", f"{hook.number}; there are {count} {hook.of}s"
+    for i, name in enumerate(autograd.saved_hooks):
+        if name not in SAVED_HOOKS:
+            yield f"$.autograd.saved_hooks[{i}]", f"{name!r}; must be one of {', '.join(SAVED_HOOKS)}"
     for i, function in enumerate(autograd.functions):
         path = f"$.autograd.functions[{i}]"
         count = function.num_inputs

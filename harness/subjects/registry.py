@@ -63,6 +63,18 @@ FEATURES: Final[Mapping[str, Feature]] = {
         "harness.oracles.mutation:MUTATION_LAWS",
         "harness.subjects.autograd:from_backend",
     ),
+    "saved_tensors": Feature(
+        "inline saved tensor hooks: pack at the end of forward, unpack at the beginning of backward, for the tensors that a mode selects",
+        {
+            "reference": "harness.subjects.saved_tensors:saved_reference",
+            "inductor": "harness.subjects.saved_tensors:saved_inductor",
+            "aot_eager": "harness.subjects.saved_tensors:saved_aot_eager",
+            "aot_autograd": "harness.subjects.saved_tensors:saved_aot_autograd",
+        },
+        "harness.strategies.saved_tensors:saved_tensor_programs",
+        "harness.oracles.saved_tensors:SAVED_TENSOR_LAWS",
+        "harness.subjects.saved_tensors:from_backend",
+    ),
 }
 
 
