@@ -13,8 +13,10 @@ from harness.check import check
 from harness.errors import InvalidProgram
 from harness.executors.autograd import case_of_program, run_case
 from harness.graph.saved_hooks import PAIRS, graph_modules, hooks_around
+from harness.oracles.saved_tensors import SAVED_TENSOR_LAWS, HookRuns, Slot
 from harness.reference.saved_tensors import Halves, Saved, inlined, saved_tensors
 from harness.spec.program import Autograd, Function, Op, Program, Ref, TensorSpec, decode_program, encode_program
+from harness.spec.saved_hooks import SAVED_HOOKS
 from harness.subjects.registry import load_subject
 from harness.subjects.saved_tensors import MODES, THEN, HookBackend
 
@@ -291,6 +293,14 @@ def test_a_planted_fault_is_seen(law: str, pair: str, fault: dict[str, Any]) -> 
     verdict = check(square(pair), Faulty(**fault))
     assert law in {r.law for r in verdict.reasons}, verdict.reasons
     assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
+def test_bytes_must_be_fewer_where_a_pair_compresses() -> None:
+    """As many bytes as without hooks are too many, even where the model agrees; for a lossless copy they are not."""
+    law, slot = SAVED_TENSOR_LAWS["bytes_as_modelled"], Slot("float32", (8,))
+    runs = HookRuns(SAVED_HOOKS["float8"], True, "all", (), (), num_hooked=1, before=(slot,), plain_bytes=32, expected_bytes=32, held_bytes=(32,))
+    assert [r.kind for r in law(runs)] == ["not_lower"]
+    assert not law(runs._replace(traits=SAVED_HOOKS["clone"])) and not law(runs._replace(expected_bytes=8, held_bytes=(8,)))
 
 
 @pytest.mark.parametrize("pair", ["clone", "bfloat16", "doubled", "float8", "bits", "identity", *RAISES])

@@ -51,6 +51,19 @@ def test_the_example_of_real_ranks(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout
 
 
+@pytest.mark.parametrize("subject", ["reference", "aot_eager", "aot_autograd"])
+def test_the_case_with_a_backward(tmp_path: Path, subject: str) -> None:
+    """The example with a Function is judged, and passes; a seed that is none is refused by its name."""
+    file = tmp_path / "case.py"
+    file.write_text(EXAMPLES[3])
+    command = ["check", str(file), "--feature", "mutation", "--subject", subject]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    file.write_text(EXAMPLES[3].replace("backward_seed = 7", "backward_seed = -7"))
+    refused = CliRunner().invoke(main, command)
+    assert refused.exit_code == 2 and "backward_seed" in refused.output and "Traceback" not in refused.output
+
+
 def test_ci_runs_the_readmes_lines() -> None:
     """CI installs and tests by the README's own words."""
     script = (ROOT / ".ci" / "run").read_text()

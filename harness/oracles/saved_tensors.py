@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from harness.oracles.mutation import MUTATION_LAWS, Runs
+from harness.spec.dtypes import DTYPES
 from harness.spec.outcome import RankOutcome, TensorRecord
 from harness.spec.saved_hooks import Traits
 from harness.spec.verdict import Reason, normalise_message
 
 __all__ = ["SAVED_TENSOR_LAWS", "After", "HookLaw", "HookRuns", "Slot"]
+
+_WORTH_IT: Final = 8
 
 
 class Slot(NamedTuple):
@@ -19,6 +23,10 @@ class Slot(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -184,11 +192,21 @@ def calls_counted(r: HookRuns) -> list[Reason]:
 
 
 def bytes_as_modelled(r: HookRuns) -> list[Reason]:
-    """The bytes held between forward and backward are those of the model, and with a pair that compresses no more than without hooks."""
-    for seen in r.held_bytes:
+    """The bytes held between forward and backward are those of the model, and with a pair that compresses fewer than without hooks."""
+    found = []
+    for seen in r.held_bytes[:1]:
         if seen != r.expected_bytes:
-            return [_reason("bytes_as_modelled", "amount", f"{seen} bytes are held, not {r.expected_bytes}", str(r.expected_bytes), str(seen))]
-    return []
+            found.append(_reason("bytes_as_modelled", "amount", f"{seen} bytes are held, not {r.expected_bytes}", str(r.expected_bytes), str(seen)))
+        if seen >= r.plain_bytes and _compresses(r):
+            found.append(_reason("bytes_as_modelled", "not_lower", f"{seen} bytes are held, without hooks {r.plain_bytes}", f"less than {r.plain_bytes}", str(seen)))
+    return found
+
+
+def _compresses(r: HookRuns) -> bool:
+    """Whether every saved tensor is hooked and has memory of its own, and those that the pair acts on are not too small for it."""
+    acted_on = [slot.num_elements for slot in r.before if slot.dtype in (r.traits.dtypes or ())]
+    own_bytes = sum(slot.num_elements * DTYPES[slot.dtype].itemsize for slot in r.before)
+    return r.traits.is_compressing and r.num_hooked == len(r.before) and r.plain_bytes == own_bytes and min(acted_on, default=0) >= _WORTH_IT
 
 
 def nothing_left(r: HookRuns) -> list[Reason]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-__all__ = ["Halves", "Saved", "copied", "inlined", "is_saved", "results", "saved_nodes", "saved_tensors"]
+__all__ = ["Halves", "Saved", "copied", "inlined", "results", "saved_nodes", "saved_tensors"]
 
 
 class Halves(NamedTuple):
@@ -124,16 +124,16 @@ def inlined(halves: Halves, saved: Sequence[Saved], pack: Callable[[Tensor], Any
             continue
         with forward.inserting_before(forward.output_node()):
             value = forward.call_function(_packed(pack), (node,))
-            leaves = [_with_val(forward.call_function(_leaf, (value, i)), x) if is_saved(x) else x for i, x in enumerate(one.packed)]
+            leaves = [_with_val(forward.call_function(_leaf, (value, i)), x) if _is_saved(x) else x for i, x in enumerate(one.packed)]
         with backward.inserting_before(taken):
-            given = [_with_val(backward.placeholder(f"{one.node.name}_packed_{i}"), x) if is_saved(x) else x for i, x in enumerate(one.packed)]
+            given = [_with_val(backward.placeholder(f"{one.node.name}_packed_{i}"), x) if _is_saved(x) else x for i, x in enumerate(one.packed)]
         with backward.inserting_before(first_call):
             unpacked = backward.call_function(_unpacked(unpack, one.spec), tuple(given))
         unpacked.meta["val"] = one.node.meta["val"]
         taken.replace_all_uses_with(unpacked)
         backward.erase_node(taken)
         for leaf, placeholder, packed in zip(leaves, given, one.packed, strict=True):
-            if is_saved(packed):
+            if _is_saved(packed):
                 (tensors if isinstance(packed, Tensor) else sizes).append(leaf)
                 (tensor_inputs if isinstance(packed, Tensor) else size_inputs).append(placeholder)
     outputs = [in_forward[n] if isinstance(n, Node) else n for n in results(halves.forward)[: halves.num_outputs]]
@@ -167,7 +167,7 @@ def _with_val(node: Node, value: Any) -> Node:
     return node
 
 
-def is_saved(leaf: Any) -> bool:
+def _is_saved(leaf: Any) -> bool:
     """Whether a leaf of a packed value is saved; others are constants."""
     return isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
