@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from harness.errors import Unsupported
 from harness.ops import REGISTERED_BY
 from harness.report import blocks
+from harness.report.repro_autograd import autograd_script
 from harness.report.script import ScriptProgram, collective_dtypes, script_program
 from harness.spec.verdict import Finding, Reason
 
@@ -86,6 +87,8 @@ def repro_script(finding: Finding) -> str:
         Unsupported: the finding is about our own reference model, which torch alone does not have, or breaks a law that
             a script can't show.
     """
+    if finding.program.autograd is not None:
+        return autograd_script(finding)
     law = finding.signature.law
     if law not in _WRONG:
         raise Unsupported(f"law {law}", None, f"repro scripts show {', '.join(_WRONG)}")
