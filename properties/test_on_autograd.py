@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from harness.casefile import read_source
 from harness.check import check
 from harness.executors.autograd import Case, case_of_program, run_case
+from harness.ledger import installed_torch
 from harness.spec.program import Autograd, Function, Op, Program, Ref, TensorSpec
 from harness.subjects.autograd import PROMISES, Backend
 from harness.subjects.registry import load_subject
@@ -247,3 +251,21 @@ def test_more_programs_than_the_recompile_limit_are_each_compiled() -> None:
         with subject("aot_eager").session(num_backward=0) as session:
             run_case(case, session.wrap, after_call=lambda made=made, session=session: made.append(session.num_graphs))
         assert made == [1]
+
+
+SCALAR = """
+import torch
+
+def program(x):
+    x.add_(2)
+
+x = torch.ones((), dtype=torch.float64)
+torch.compile(program, backend="aot_eager")(x)
+assert x.item() == 3
+"""
+
+
+def test_a_write_to_a_float64_scalar_is_lost_or_ends_the_process() -> None:
+    """Torch 2.13 takes a 0-d float64 input for a Python scalar: its write is lost, or the process dies of SIGFPE; 2.14.1 is right."""
+    done = subprocess.run([sys.executable, "-c", SCALAR], capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) == (Version(installed_torch()) >= Version("2.14")), done.stderr

@@ -90,7 +90,7 @@ class _Draft:
     def add_input(self, s: bytes, shift: int) -> None:
         """An input: plain, a leaf that requires grad or not, a view of an earlier one, an earlier one again, or held by a module."""
         number = len(self.inputs)
-        dtype = "float64" if s[3] >= 240 else "float32"
+        dtype = "float64" if s[3] >= 240 and self.shape else "float32"  # compiling for a 0-d float64 input can end torch 2.13's process
         bases = [i for i, spec in enumerate(self.inputs) if spec.view_of is None and spec.same_as is None and spec.dtype.startswith("float")]
         kind = (s[0] + shift) % 16
         if kind in (12, 13) and bases:

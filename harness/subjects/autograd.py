@@ -163,8 +163,9 @@ class Backend:
         own = private("torch._dynamo", "lookup_backend")(self.backend) if isinstance(self.backend, str) else self.backend
 
         def counted(gm: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+            compiled = own(gm, example_inputs, **kwargs)
             session.num_graphs += 1
-            return own(gm, example_inputs, **kwargs)
+            return compiled
 
         return torch.compile(fn, backend=counted, fullgraph=True, dynamic=False)
 
