@@ -17,7 +17,7 @@ from harness.spec.protocols import Clock, Compiler
 from harness.spec.verdict import Reason, Verdict
 from harness.subjects.autograd import Model
 
-__all__ = ["REFUSALS", "Refusal", "check_autograd"]
+__all__ = ["REFUSALS", "Refusal", "check_autograd", "refusal_of"]
 
 _NUM_CALLS: Final = 2
 
@@ -70,7 +70,7 @@ def check_autograd(case: Case | Program, subject: Compiler, *, seed: int = 0, cl
         compiled = run_case(case, session.wrap, num_calls=_NUM_CALLS, after_call=lambda: graphs.append(session.num_graphs))
         joint = session.joint
     error = compiled[-1].error
-    if error is not None and (refusal := _refusal(error)) is not None:
+    if error is not None and (refusal := refusal_of(error)) is not None:
         return undecided("refused", refusal.why)
     if error is None and not graphs[0]:
         return undecided("no_graph", "the compiler made no graph of this program")
@@ -92,7 +92,8 @@ def check_autograd(case: Case | Program, subject: Compiler, *, seed: int = 0, cl
     )
 
 
-def _refusal(error: ErrorRecord) -> Refusal | None:
+def refusal_of(error: ErrorRecord) -> Refusal | None:
+    """The refusal that ``error`` is, or None."""
     return next((r for r in REFUSALS if r.type == error.type and re.match(r.message, error.message, re.DOTALL)), None)
 
 

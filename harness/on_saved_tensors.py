@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from harness.executors.autograd import Case, case_of_program, run_case
 from harness.executors.record import record
 from harness.graph.private import private
 from harness.graph.saved_hooks import PAIRS, Pair, graph_modules, hooks_around, named
-from harness.on_autograd import REFUSALS
+from harness.on_autograd import refusal_of
 from harness.on_ranks import undecided
 from harness.oracles.saved_tensors import SAVED_TENSOR_LAWS, After, HookLaw, HookRuns, Slot
 from harness.reference.saved_tensors import Halves, Saved, results, saved_nodes, saved_tensors
@@ -64,7 +63,7 @@ def check_saved_tensors(case: Case | Program, subject: HookBackend, *, seed: int
         seen = _compiled(case, pairs, subject, session)
         pairings = session.pairings
     error = next((o.error for o in seen.outcomes if o.error is not None), None)
-    if error is not None and any(r.type == error.type and re.match(r.message, error.message, re.DOTALL) for r in REFUSALS):
+    if error is not None and refusal_of(error) is not None:
         return undecided("refused", error.message.strip().splitlines()[0])
     with clock.phase("judge"):
         found = _judged(case, pairs[-1], subject, eager, seen, pairings)

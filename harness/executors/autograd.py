@@ -107,6 +107,7 @@ def run_case(
         after_call: called after each, its backward included.
         around: the context that each forward runs in, not its backward.
         after_forward: called with what backward will begin from, before it runs.
+        past_errors: whether calls go on after one that raised.
 
     Returns:
         One outcome a call, with a stage after forward and one after each backward; after an error, those before it.

@@ -8,7 +8,7 @@ from harness.oracles.evidence import Evidence
 from harness.oracles.numerics import first_difference, is_rounding, named_dtypes
 from harness.spec.outcome import Outcome, RankOutcome, TensorRecord
 from harness.spec.program import Ref
-from harness.spec.verdict import Reason
+from harness.spec.verdict import Reason, first_line
 
 __all__ = ["equal_inputs", "equal_metadata", "equal_outputs", "equal_strides", "is_proved", "runs"]
 
@@ -20,7 +20,7 @@ def runs(e: Evidence) -> list[Reason]:
     for before, after in zip(e.before, e.after, strict=True):
         for rank, (old, new) in enumerate(zip(before.ranks, after.ranks, strict=True)):
             if new.error is not None and old.error is None:
-                message = f"rank {rank} raises {new.error.type} at {new.error.node}: {_first_line(new.error.message)}"
+                message = f"rank {rank} raises {new.error.type} at {new.error.node}: {first_line(new.error.message)}"
                 return [
                     Reason("runs", "FAIL", new.error.type, message, rank=rank, node=new.error.node, expected="no error", seen=new.error.message)
                 ]
@@ -44,7 +44,7 @@ def equal_metadata(e: Evidence) -> list[Reason]:
 def equal_strides(e: Evidence) -> list[Reason]:
     """Every output has the strides that it had before."""
     for rank, i, old, new in _pairs(e, "outputs"):
-        if old.shape == new.shape and _stride(old) != _stride(new):
+        if old.shape == new.shape and old.significant_stride != new.significant_stride:
             return [_other("equal_strides", "stride", rank, i, old.stride, new.stride)]
     return []
 
@@ -152,14 +152,3 @@ def _pairs(e: Evidence, which: str) -> Iterator[tuple[int, int, TensorRecord, Te
             if old.error is None and new.error is None:
                 for i, pair in enumerate(zip(getattr(old, which), getattr(new, which), strict=False)):
                     yield rank, i, *pair
-
-
-def _stride(record: TensorRecord) -> tuple[int, ...]:
-    """Strides that matter: a dimension of size 1 has any, and an empty tensor has none."""
-    if 0 in record.shape:
-        return ()
-    return tuple(step if size != 1 else 0 for size, step in zip(record.shape, record.stride, strict=True))
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:300] if text.strip() else ""

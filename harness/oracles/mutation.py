@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from harness.oracles.numerics import first_difference, is_rounding
 from harness.spec.outcome import Counters, JointRecord, RankOutcome, Stage, TensorRecord
-from harness.spec.verdict import Reason, normalise_message
+from harness.spec.verdict import Reason, first_line, normalise_message
 
 __all__ = ["MUTATION_LAWS", "MutationLaw", "Runs"]
 
@@ -40,7 +40,7 @@ def runs(r: Runs) -> list[Reason]:
     error = r.compiled.error
     if r.eager.error is not None or error is None:
         return []
-    message = f"raises {error.type} in {error.node}: {_first_line(error.message)}"
+    message = f"raises {error.type} in {error.node}: {first_line(error.message)}"
     return [_reason("runs", error.type, message, error.node, "no error", error.message)]
 
 
@@ -49,7 +49,7 @@ def refuses(r: Runs) -> list[Reason]:
     error = r.eager.error
     if error is None or r.compiled.error is not None or _is_stale_accepted(r):
         return []
-    message = f"runs, where eager raises {error.type} in {error.node}: {_first_line(error.message)}"
+    message = f"runs, where eager raises {error.type} in {error.node}: {first_line(error.message)}"
     return [_reason("refuses", "not_refused", message, error.node, error.message, "no error", normalise_message(error.message))]
 
 
@@ -62,7 +62,7 @@ def refuses_stale(r: Runs) -> list[Reason]:
     if not _is_stale_accepted(r):
         return []
     assert r.eager.error is not None
-    return [_reason("refuses_stale", "not_refused", f"runs, where eager raises in {r.eager.error.node}: {_first_line(r.eager.error.message)}", r.eager.error.node, r.eager.error.message, "no error")]
+    return [_reason("refuses_stale", "not_refused", f"runs, where eager raises in {r.eager.error.node}: {first_line(r.eager.error.message)}", r.eager.error.node, r.eager.error.message, "no error")]
 
 
 def _is_stale_accepted(r: Runs) -> bool:
@@ -119,7 +119,7 @@ def equal_strides(r: Runs) -> list[Reason]:
     """Every input and output has the strides that it has in eager."""
     for stage, eager, compiled in _stages(r):
         for name, old, new in _tensors(eager, compiled):
-            if old.shape == new.shape and _stride(old) != _stride(new):
+            if old.shape == new.shape and old.significant_stride != new.significant_stride:
                 return [_reason("equal_strides", "stride", f"{name} after {stage} has stride {new.stride}, not {old.stride}", name, str(old.stride), str(new.stride))]
     return []
 
@@ -295,14 +295,3 @@ def _told(counters: Counters) -> str:
 
 def _is_zero(record: TensorRecord) -> bool:
     return record.data is not None and not any(record.data)
-
-
-def _stride(record: TensorRecord) -> tuple[int, ...]:
-    """Strides that matter: a dimension of size 1 has any, and an empty tensor has none."""
-    if 0 in record.shape:
-        return ()
-    return tuple(step if size != 1 else 0 for size, step in zip(record.shape, record.stride, strict=True))
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:300] if text.strip() else ""

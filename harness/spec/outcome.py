@@ -39,6 +39,13 @@ class TensorRecord(Struct, frozen=True, omit_defaults=True):
     requires_grad: bool = False
     has_grad_fn: bool = False
 
+    @property
+    def significant_stride(self) -> tuple[int, ...]:
+        """Strides that matter: a dimension of size 1 has any, and an empty tensor has none."""
+        if 0 in self.shape:
+            return ()
+        return tuple(step if size != 1 else 0 for size, step in zip(self.shape, self.stride, strict=True))
+
 
 class CollectiveRecord(Struct, frozen=True):
     """One collective as one rank issued it.

@@ -21,6 +21,7 @@ __all__ = [
     "Verdict",
     "decode_finding",
     "encode_finding",
+    "first_line",
     "merge",
     "normalise_message",
     "to_builtins",
@@ -161,6 +162,11 @@ _NOISE: Final = (
     (re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?"), "#"),
     (re.compile(r"\s+"), " "),
 )
+
+
+def first_line(text: str) -> str:
+    """The first line of a message, cut to 300 characters."""
+    return text.strip().splitlines()[0][:300] if text.strip() else ""
 
 
 def normalise_message(message: str) -> str:

@@ -21,7 +21,7 @@ from harness.spec.outcome import Counters, JointRecord
 from harness.spec.program import Program
 from harness.spec.protocols import Compiler, OptionValue
 
-__all__ = ["BACKENDS", "PROMISES", "Backend", "Model", "from_backend", "mutation_aot_autograd", "mutation_aot_eager", "mutation_inductor", "mutation_reference"]
+__all__ = ["BACKENDS", "PROMISES", "Backend", "Model", "from_backend", "mutation_aot_autograd", "mutation_aot_eager", "mutation_inductor", "mutation_reference", "torch_compile"]
 
 BACKENDS: Final = ("aot_eager", "aot_eager_decomp_partition", "aot_autograd", "inductor")
 """What the installed torch compiles with; ``aot_autograd`` is ``aot_function`` without Dynamo, which shows its joint graph."""
@@ -160,14 +160,19 @@ class Backend:
                 gc.collect()
 
     def _torch_compile(self, fn: Callable[..., Any], session: _Session) -> Callable[..., Any]:
-        own = private("torch._dynamo", "lookup_backend")(self.backend) if isinstance(self.backend, str) else self.backend
+        return torch_compile(fn, self.backend, session)
 
-        def counted(gm: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
-            compiled = own(gm, example_inputs, **kwargs)
-            session.num_graphs += 1
-            return compiled
 
-        return torch.compile(fn, backend=counted, fullgraph=True, dynamic=False)
+def torch_compile(fn: Callable[..., Any], backend: str | Callable[..., Any], session: Any, *, is_dynamic: bool = False) -> Callable[..., Any]:
+    """``fn`` through ``torch.compile`` as one graph; ``session.num_graphs`` counts graphs, not what Dynamo begins again."""
+    own = private("torch._dynamo", "lookup_backend")(backend) if isinstance(backend, str) else backend
+
+    def counted(gm: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        compiled = own(gm, example_inputs, **kwargs)
+        session.num_graphs += 1
+        return compiled
+
+    return torch.compile(fn, backend=counted, fullgraph=True, dynamic=is_dynamic)
 
 
 def _aot_autograd(fn: Callable[..., Any], session: _Session) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
-import torch
 from torch.fx import GraphModule
 
 from harness.errors import UnknownSubject
@@ -16,7 +15,7 @@ from harness.reference.saved_tensors import Halves, copied, inlined, saved_tenso
 from harness.spec.outcome import JointRecord
 from harness.spec.program import Program
 from harness.spec.protocols import Compiler, OptionValue
-from harness.subjects.autograd import BACKENDS
+from harness.subjects.autograd import BACKENDS, torch_compile
 
 __all__ = ["MODES", "PROMISES", "THEN", "HookBackend", "Pairing", "from_backend", "saved_aot_autograd", "saved_aot_eager", "saved_inductor", "saved_reference"]
 
@@ -184,13 +183,7 @@ class HookBackend:
         return noting
 
     def _torch_compile(self, fn: Callable[..., Any], session: _Session) -> Callable[..., Any]:
-        own = private("torch._dynamo", "lookup_backend")(self.backend) if isinstance(self.backend, str) else self.backend
-
-        def counted(gm: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
-            session.num_graphs += 1
-            return own(gm, example_inputs, **kwargs)
-
-        return torch.compile(fn, backend=counted, fullgraph=True, dynamic=self.is_dynamic)
+        return torch_compile(fn, self.backend, session, is_dynamic=self.is_dynamic)
 
     def _aot_function(self, fn: Callable[..., Any], session: _Session) -> Callable[..., Any]:
         nop = private("functorch.compile", "nop")
